@@ -87,7 +87,6 @@ def _parse(name: str, engine: str | None) -> tuple[str | None, str]:
 
 
 def _bundled() -> str:
-    """Folder of the bundled model."""
     from ctxwin.tiny import checkpoint_dir
 
     folder = checkpoint_dir()

@@ -338,7 +338,6 @@ def _describe(error: Exception) -> str:
 
 @lru_cache(maxsize=16)
 def _read(path: Path, size: int, modified: int) -> ModelBasis:
-    """Read a basis. Raises OSError, or ValueError if the file is not a basis."""
     return decode_basis(path.read_bytes())
 
 

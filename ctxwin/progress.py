@@ -3,6 +3,8 @@
 Nothing is ever written to stdout, where results go. ``CTXWIN_PROGRESS=0`` keeps the line off a terminal, too.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os
@@ -10,6 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SWITCH = "CTXWIN_PROGRESS"
 """Environment variable; 0: no line on terminals."""
@@ -87,16 +93,17 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def stages() -> Iterator[OnProgress]:
-    """As `progress`, for work in named stages; yields an `OnProgress`."""
+def stages(console: Console | None = None) -> Iterator[OnProgress]:
+    """As `progress`, for work in named stages; yields an `OnProgress`. ``console``: what prints lines above the bar meanwhile."""
     from rich import progress as bars
     from rich.console import Console
 
-    if not (console := Console(stderr=True)).is_terminal:
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
         yield _Lines()
         return
     times = bars.TimeElapsedColumn(), bars.TimeRemainingColumn()
-    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn(), *times
+    columns = bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.MofNCompleteColumn(), *times
     with bars.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)

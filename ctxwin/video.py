@@ -166,7 +166,6 @@ class _File:
             raise BadMedia(f"a video path must be a readable file, got {self.name}: {error}") from error
 
     def is_cut(self) -> bool:
-        """See `ctxwin.video_container.is_cut`."""
         with self._bytes() as file:
             return is_cut(file)
 
@@ -180,11 +179,9 @@ class _File:
         )
 
     def without_frames(self) -> BadMedia:
-        """Return the error for a complete file without frames."""
         return BadMedia(f"a video must hold frames that can be decoded, got none in {self.name}; re-encode it")
 
     def no_decoder(self, codec: str) -> BadMedia:
-        """Return the error for a codec without a decoder on this machine."""
         return BadMedia(
             f"a video must have a codec that can be decoded, got no decoder for {codec or 'its codec'} on this machine in "
             f"{self.name}; re-encode it, e.g. ffmpeg -i IN -c:v libx264 OUT.mp4"
@@ -243,6 +240,8 @@ def _validate_end(file: _File, timeline: _Timeline, begin: float, end: float | N
 
 def _read_timeline(container: Any, stream: Any, end: float | None) -> _Timeline:
     """Read the packets' times up to ``end``; nothing is decoded."""
+    from av.error import FFmpegError
+
     base = stream.time_base
     rates = (float(rate) for rate in (stream.average_rate, stream.guessed_rate) if rate)
     rate = next((rate for rate in rates if FPS[0] <= rate <= FPS[1]), _USUAL_RATE)
@@ -250,7 +249,7 @@ def _read_timeline(container: Any, stream: Any, end: float | None) -> _Timeline:
     starts: list[float] = []
     durations: dict[float, float] = {}
     count, latest, past_end = 0, -math.inf, False
-    with _until_read_error():
+    with contextlib.suppress(FFmpegError):  # a file that ends in the middle of a packet ends there
         for packet in container.demux(stream):
             if not packet.size or packet.is_corrupt:
                 continue
@@ -282,15 +281,6 @@ def _read_timeline(container: Any, stream: Any, end: float | None) -> _Timeline:
     smallest, largest = _ROUNDING
     rounding = max(smallest, min(float(base) / 2, largest)) + smallest
     return _Timeline(origin, [s - origin for s in starts], ends, max(gap, 1 / rate), rounding, 0.0 if timed else rate)
-
-
-@contextlib.contextmanager
-def _until_read_error() -> Iterator[None]:
-    """Treat FFmpeg's error on a file that ends in the middle of a packet as its end."""
-    from av.error import FFmpegError
-
-    with contextlib.suppress(FFmpegError):
-        yield
 
 
 def _player_start(container: Any, stream: Any) -> float | None:
@@ -347,7 +337,7 @@ def _decode(file: _File, container: Any, stream: Any) -> Iterator[Any]:
     """Yield the frames in order of presentation, without damaged ones."""
     from av.error import FFmpegError, PatchWelcomeError
 
-    with _until_read_error():
+    with contextlib.suppress(FFmpegError):  # a file that ends in the middle of a packet ends there
         for packet in container.demux(stream):
             try:
                 frames = packet.decode()

@@ -129,11 +129,6 @@ class Job:
     tries: int = 0
     tried: set[str] = field(default_factory=set)
 
-    @property
-    def question_digest(self) -> str:
-        """Digest of the question and of the chunks before it."""
-        return digest("asked", [p.chunk_id for p in self.state.placed], self.exchange.query)
-
 
 class Auditor:
     """Audits the answers of one running model; see the module and `auditor_of`."""
@@ -340,6 +335,7 @@ class Auditor:
         exchanges: list[Exchange] = []
         references: list[References] = []
         shadows, is_stored = self._shadows_of(job), job.engine.repo.contains
+        question = digest("asked", [p.chunk_id for p in job.state.placed], job.exchange.query)
         try:
             for name in ledger.candidates():
                 if name in job.tried:
@@ -366,7 +362,7 @@ class Auditor:
                 computed = replay.work.tokens - tokens_before + sum(c.recomputed_tokens for c in layout.choices)
                 conditionings = {c.entry.id: c.conditioning if c.updates_entry else c.entry.kv for c in layout.choices}
                 served = {placement: kv for placement, kv in conditionings.items() if kv is not None}
-                key, unit, question = (ledger.record.binding, name), job.state.unit, job.question_digest
+                key, unit = (ledger.record.binding, name), job.state.unit
                 if (
                     all(c.lane != strategy.lane for c in layout.choices)
                     or not ledger.accepts_question(question, unit)

@@ -15,7 +15,8 @@ units. Nothing follows for future units unless they are like those; `Change` wat
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def units_needed(budget: float, error: float = 0.05, harms: Mapping[float, int] 
     low, high = -1, 1
     while not suffices(high):
         low, high = high, 2 * high
-    return _least(suffices, low, high)
+    return bisect_left(range(high), True, low + 1, key=suffices)
 
 
 def units_like(harms: Mapping[float, int], budget: float, error: float = 0.05) -> int | None:
@@ -108,16 +109,8 @@ def units_like(harms: Mapping[float, int], budget: float, error: float = 0.05) -
     def suffices(units: int) -> bool:
         return log_wealth({harm: n * units / count for harm, n in harms.items()}, budget) >= -math.log(error)
 
-    low, high = 0, 1_000_000
-    return _least(suffices, low, high) if count and suffices(high) else None
-
-
-def _least(suffices: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the least number that suffices, as ``high`` does and ``low`` does not."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
+    most = 1_000_000
+    return bisect_left(range(most), True, 1, key=suffices) if count and suffices(most) else None
 
 
 class Change:

@@ -262,21 +262,21 @@ class Replay:
         return self._bare(state, recent)
 
     def _bare(self, state: State, entries: Sequence[Placed]) -> tuple[Segment, ...]:
-        segments, at = [Segment(self.engine.encode_system_prompt(state.system_prompt), 0)], state.system_prompt_advance
-        for p in entries:
-            encoded = self.engine.encode(p.chunk)
-            segments.append(Segment(encoded, at))
-            at += encoded.advance
-        return tuple(segments)
+        encodeds = [
+            self.engine.encode_system_prompt(state.system_prompt),
+            *(self.engine.encode(p.chunk) for p in entries),
+        ]
+        starts = itertools.accumulate((encoded.advance for encoded in encodeds), initial=0)
+        return tuple(map(Segment, encodeds, starts))
 
     def exact_layouts(self, state: State, *, pieces: Literal["placed", "cut"] = "cut") -> Layouts:
         """Return the layouts of `References`; ``pieces``: which of the placed chunks' two is computed a chunk at a time."""
-
-        def in_pieces() -> tuple[Segment, ...]:
-            return self.in_pieces(self.reprefill(state))
-
         whole: Layouts = {name: partial(self.reprefill, state) for name in ("placed", "cut")}
-        return {**whole, pieces: in_pieces, "stream": partial(self.reprefill_stream, state)}
+        return {
+            **whole,
+            pieces: lambda: self.in_pieces(self.reprefill(state)),
+            "stream": partial(self.reprefill_stream, state),
+        }
 
     def in_pieces(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
         """Return segments with the KV they lack, each computed by a forward of its own after the preceding ones; nothing is

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -284,10 +284,9 @@ def summarise(
         for count in ("prompt_tokens", "computed_tokens", "vision_encodes")
         for name in (count, *(f"{count}_{policy}" for policy in policies))
     }
-    lanes: dict[str, int] = {}
+    lanes: Counter[str] = Counter()
     for row in rows:
-        for lane, tokens in row["tokens_by_lane"].items():
-            lanes[lane] = lanes.get(lane, 0) + tokens
+        lanes.update(row["tokens_by_lane"])
     policy_tokens = {policy: sums[f"computed_tokens_{policy}"] for policy in policies}
     return {
         "asks": len(rows),
@@ -298,5 +297,5 @@ def summarise(
         "agree": sum(row["answer"] == row["answer_reprefill"] for row in compared),
         **sums,
         **{f"share_of_{p}": sums["computed_tokens"] / n if n else None for p, n in policy_tokens.items()},
-        "tokens_by_lane": lanes,
+        "tokens_by_lane": dict(lanes),
     }

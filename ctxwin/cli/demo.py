@@ -44,10 +44,13 @@ def demo(
     disable_audits()
     from rich.console import Console
 
+    from ctxwin.demo.agent import Step
     from ctxwin.demo.earning import without_profile
-    from ctxwin.demo.figures import Rows, can_draw, final_tables
+    from ctxwin.demo.figures import can_draw, final_tables, step_line
     from ctxwin.demo.run import Options, prepare, run, source_of
     from ctxwin.fidelity import Fidelity
+    from ctxwin.opening import open_engine
+    from ctxwin.progress import stages
 
     if rank is not None and rank < 1:
         raise ValueError(f"--rank must be at least 1, got {rank}")
@@ -70,8 +73,6 @@ def demo(
     name = _engine_name(model, engine)
     footage = prepare(options)
     console = Console(stderr=as_json)  # with --json the table must not mix with the result
-    from ctxwin.opening import open_engine
-
     if video is not None and model == "tiny":
         note = "note: the bundled model knows only its own generated world; name another one with --model to get real answers"
         typer.echo(note, err=True)
@@ -81,8 +82,15 @@ def demo(
         if no_profile:
             name = _engine_name(str(stack.enter_context(without_profile(model))), engine)
         opened = stack.enter_context(open_engine(name))
-        with Rows(console, f"watching {source_of(opened, options)} on {opened.spec.name}") as rows:
-            result = run(opened, options, footage, rows.add)
+        tell = stack.enter_context(stages(console))
+        title = f"frames of {source_of(opened, options)} on {opened.spec.name}"
+        tell(title, 0, 0)
+
+        def on_step(step: Step, watched: int, frames: int) -> None:
+            console.print(step_line(step, console), soft_wrap=True)
+            tell(title, watched, frames)
+
+        result = run(opened, options, footage, on_step)
     if as_json:
         typer.echo(json.dumps(result["summary"], indent=1))
         return
@@ -95,7 +103,6 @@ def demo(
 
 
 def _engine_name(model: str, engine: str | None) -> str:
-    """Return a name for `open_engine`. Raises ValueError for an unknown engine."""
     if engine not in (None, "vllm", "hf"):
         raise ValueError(f"--engine must be vllm or hf, got {engine!r}")
     if model == "tiny":

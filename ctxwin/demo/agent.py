@@ -277,5 +277,4 @@ class Agent:
         return len(self._ids)
 
     def _frames_in(self, window: Window) -> list[int]:
-        """Return the frames in a window, in prompt order."""
         return [self._ids.index(i) for i in window.ids]

@@ -1,14 +1,11 @@
 """The output of the demo: a line for each ask while it runs, the final tables, and `timeline.png`."""
 
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -33,52 +30,16 @@ _COLOURS = ("#2e86ab", "#d1495b", "#ee964b", "#a0862f")
 _BAR, _WIDE = 24, 110
 
 
-class Rows:
-    """Prints a line for each ask, and the estimated remaining time.
-
-    A terminal shows a bar below the lines, coloured answers, and the lanes of the window if it is wide enough; elsewhere
-    the progress is a line on standard error every few seconds.
-
-    Args:
-        console: output.
-        title: of the bar.
-    """
-
-    EVERY_S = 5.0
-
-    def __init__(self, console: Console, title: str) -> None:
-        self._console = console
-        title_column = TextColumn("{task.description}", markup=False)
-        columns = title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task(title, total=None)
-        self._began = self._last_report = time.monotonic()
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
-
-    def add(self, step: Step, watched: int, frames: int) -> None:
-        """Print a step, after ``watched`` of ``frames`` frames."""
-        verdict = is_right(step)
-        line = Text(f"{step['time']:6.1f} s  {step['op']:<11} {step['query']:<16.40} ")
-        line.append(f"{step['answer']:<10.40}", style={True: "green", False: "bold red", None: ""}[verdict])
-        line.append({True: " ok  ", False: " --  ", None: "     "}[verdict])
-        if self._console.is_terminal and self._console.width >= _WIDE:
-            line.append(lane_bar(step)).append("  ")
-        ours, naive, trim = (step[name] for name in list(NAMES)[:3])
-        line.append(f"computed {ours:>5} (naive {naive}, trim {trim})")
-        self._console.print(line, soft_wrap=True)
-        self._bar.update(self._task, completed=watched, total=frames)
-        now = time.monotonic()
-        if not self._console.is_terminal and now - self._last_report >= self.EVERY_S:
-            self._last_report = now
-            sys.stderr.write(
-                f"{watched} of {frames} frames, about {(now - self._began) * (frames - watched) / watched:.0f} s left\n"
-            )
+def step_line(step: Step, console: Console) -> Text:
+    """Return a step as a line of ``console``: a terminal gets coloured answers and, if it is wide enough, the window's lanes."""
+    verdict = is_right(step)
+    line = Text(f"{step['time']:6.1f} s  {step['op']:<11} {step['query']:<16.40} ")
+    line.append(f"{step['answer']:<10.40}", style={True: "green", False: "bold red", None: ""}[verdict])
+    line.append({True: " ok  ", False: " --  ", None: "     "}[verdict])
+    if console.is_terminal and console.width >= _WIDE:
+        line.append(lane_bar(step)).append("  ")
+    ours, naive, trim = (step[name] for name in list(NAMES)[:3])
+    return line.append(f"computed {ours:>5} (naive {naive}, trim {trim})")
 
 
 def is_right(step: Step) -> bool | None:

@@ -68,7 +68,7 @@ class Footage(Protocol):
         """Return the frame of the window that a branch should drop first."""
 
 
-class WorldFootage(Footage):
+class WorldFootage:
     """A clip of the bundled model's world: rendered to a video file, which is then decoded like any other, once needed.
 
     Args:
@@ -133,18 +133,14 @@ class WorldFootage(Footage):
         return next((f for f in middle if self._world[f].role == "scene"), middle[0])
 
 
-class _OpenFootage(Footage):
+class _OpenFootage:
     """Frames whose questions have no truth; answers are compared with a re-prefill only."""
 
     kinds: tuple[str, ...] = ("open",)
 
     def __init__(self, chunks: Sequence[Chunk], times: Sequence[float], questions: Sequence[str]) -> None:
-        self._chunks, self.times, self._questions = chunks, times, tuple(questions)
+        self.chunks, self.times, self._questions = chunks, times, tuple(questions)
         self._question_count = 0
-
-    @property
-    def chunks(self) -> Sequence[Chunk]:
-        return self._chunks
 
     def question(self, frames: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
         self._question_count += 1

@@ -81,6 +81,18 @@ class Encoded:
         """Tokens of a text alone, each a position behind the one before it."""
         return cls("", tuple(map(int, ids)), np.tile(np.arange(len(ids), dtype=np.int64), (3, 1)), len(ids))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Encoded]) -> Encoded:
+        """Return neighbouring chunks as one."""
+        ids: list[int] = []
+        media, positions, at = [], [], 0
+        for part in parts:
+            media += [replace(m, offset=m.offset + len(ids)) for m in part.media]
+            positions.append(part.positions + at)
+            ids += part.token_ids
+            at += part.advance
+        return cls("", tuple(ids), np.concatenate(positions, axis=1), at, tuple(media))
+
     @property
     def tokens(self) -> int:
         """Number of tokens."""

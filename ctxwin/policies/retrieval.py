@@ -97,10 +97,8 @@ class Pools:
         return weights @ rows / weights.sum()
 
     def _pooled(self, engine: Engine, key: str) -> torch.Tensor:
-        def build() -> torch.Tensor:
-            return engine.embed(key).double().mean(0).float()
-
-        return self._cached.get_or_build(f"{engine.spec.identity}/{key}", build)
+        name = f"{engine.spec.identity}/{key}"
+        return self._cached.get_or_build(name, lambda: engine.embed(key).double().mean(0).float())
 
 
 @dataclass(frozen=True)

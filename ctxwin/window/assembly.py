@@ -247,6 +247,7 @@ class Assembly:
     def system_prompt(
         self, state: State, work: Work, reads: Reads | None = None, cached: int = 0, has: Has | None = None
     ) -> Segment:
+        """Return the segment of the system prompt, with its KV if that is stored."""
         encoded, key = self.engine.encode_system_prompt(state.system_prompt), system_prompt_key(state)
         stored = None
         if encoded.tokens <= cached:
@@ -290,7 +291,6 @@ class Assembly:
         return stored
 
     def _read(self, key: str, tokens: int, work: Work, read: Callable[[], T | None], reads: Reads) -> T | None:
-        """Return the result of ``read`` for ``key``, whether it was begun earlier or not."""
         began = self.engine.costs.clock()
         stored = reads.take(key, tokens, read)
         work.priced_ms += 1e3 * (self.engine.costs.clock() - began)

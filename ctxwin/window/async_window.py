@@ -243,10 +243,8 @@ class AsyncWindow:
         on_token: OnToken | None = None,
         stopped: Callable[[], bool],
     ) -> Answer:
-        def ended() -> bool:
-            return stopped() or callers() or self._closing.is_set()
-
-        return self.window.answer(question, on_token=on_token, stopped=ended)
+        ends = (stopped, callers, self._closing.is_set)
+        return self.window.answer(question, on_token=on_token, stopped=lambda: any(end() for end in ends))
 
     def __repr__(self) -> str:
         return f"<AsyncWindow of {self._window!r}>"

@@ -163,7 +163,6 @@ def _interned(fidelity: Fidelity) -> Fidelity:
 
 
 def _look_up(has: Has, stored: dict[str, bool], key: str) -> bool:
-    """Return ``has(key)``, noted in ``stored``."""
     answer = stored[key] = has(key)
     return answer
 

@@ -32,27 +32,20 @@ class AskableWindow(Protocol):
     """Members of a window that a question with tools or libraries uses; see `ctxwin.Window`."""
 
     @property
-    def core(self) -> WindowCore:
-        """The versions of the window."""
+    def core(self) -> WindowCore: ...
 
     @property
-    def engine(self) -> Engine:
-        """The engine that answers."""
+    def engine(self) -> Engine: ...
 
-    def append(self, chunk: Chunk, /) -> str:
-        """Place a chunk at the end; return its placement id."""
+    def append(self, chunk: Chunk, /) -> str: ...
 
-    def toggle(self, placement: str, /, *, conditioned: bool) -> None:
-        """Switch a chunk to its context-clean view or back."""
+    def toggle(self, placement: str, /, *, conditioned: bool) -> None: ...
 
-    def fork(self, system_prompt: str | None = None, /) -> AskableWindow:
-        """Return a branch, behind another system prompt where one is given."""
+    def fork(self, system_prompt: str | None = None, /) -> AskableWindow: ...
 
-    def answer(self, question: Question, /, *, on_token: OnToken | None, stopped: Callable[[], bool]) -> Answer:
-        """Answer a question."""
+    def answer(self, question: Question, /, *, on_token: OnToken | None, stopped: Callable[[], bool]) -> Answer: ...
 
-    def close(self) -> None:
-        """Release its leases."""
+    def close(self) -> None: ...
 
 
 def tool(libraries: Sequence[Searchable]) -> dict[str, Any]:
@@ -133,7 +126,6 @@ class LookUps:
         return window.answer(part_question, on_token=on_token and self._relay(on_token, earlier), stopped=stopped)
 
     def _remaining_tokens(self, parts: Sequence[Answer]) -> int:
-        """Return the number of tokens that the answer may still have."""
         return self._question.sampling.max_tokens - sum(len(part.token_ids) for part in parts)
 
     def _calls(self, text: str) -> list[ToolCall]:

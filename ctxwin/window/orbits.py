@@ -16,8 +16,6 @@ from itertools import combinations
 from random import Random
 from typing import TYPE_CHECKING, TypedDict
 
-import numpy as np
-
 from ctxwin.engines.segments import Encoded
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
@@ -151,7 +149,7 @@ def prepare(
 
     # Canonicals first: deficits are counted from them.
     runs = [*([i] for i in unformed), *([*order, *range(k, len(entries))] for order in orders)]
-    origin, targets = system_prompt.encoded.advance, [_concatenate([encodeds[i] for i in run]) for run in runs]
+    origin, targets = system_prompt.encoded.advance, [Encoded.joined([encodeds[i] for i in run]) for run in runs]
     for run, whole in zip(runs, provider.prefill_all(system_prompt, targets, origin, work, entries), strict=True):
         begin, start = 0, origin
         for j, i in enumerate(run):
@@ -213,15 +211,3 @@ def _extent(
     led = set() if provider.engine.spec.kv.recurrent else {keys[order[0]] for order in orders}
     unformed = {keys[i]: i for i in patched if (i >= k or keys[i] not in led) and not provider.has(keys[i])}
     return entries, keys, patched, list(unformed.values())
-
-
-def _concatenate(encodeds: Sequence[Encoded]) -> Encoded:
-    """Return neighbouring chunks as one."""
-    ids: list[int] = []
-    media, positions, at = [], [], 0
-    for encoded in encodeds:
-        media += [replace(m, offset=m.offset + len(ids)) for m in encoded.media]
-        positions.append(encoded.positions + at)
-        ids += encoded.token_ids
-        at += encoded.advance
-    return Encoded("", tuple(ids), np.concatenate(positions, axis=1), at, tuple(media))

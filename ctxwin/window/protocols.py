@@ -125,36 +125,27 @@ class SpanProvider(Protocol):
     """Source of the KV of chunks: an engine's store, or a forward; see `ctxwin.window.assembly.Assembly`."""
 
     @property
-    def engine(self) -> Engine:
-        """The engine that runs the forwards."""
+    def engine(self) -> Engine: ...
 
     @property
-    def repo(self) -> SpanRepository:
-        """The engine's store, as spans and patches."""
+    def repo(self) -> SpanRepository: ...
 
     @property
-    def missing(self) -> set[str]:
-        """Keys that could not be read."""
+    def missing(self) -> set[str]: ...
 
-    def has(self, key: str, /) -> bool:
-        """Return True if ``key`` can be served, as far as is known without reading it."""
+    def has(self, key: str, /) -> bool: ...
 
-    def know_basis(self, fidelity: Fidelity, /) -> None:
-        """Give the store the basis whose coefficients the patches of this fidelity are."""
+    def know_basis(self, fidelity: Fidelity, /) -> None: ...
 
-    def system_prompt(self, state: State, work: Work, /) -> Segment:
-        """Return the segment of the system prompt, with its KV if that is stored."""
+    def system_prompt(self, state: State, work: Work, /) -> Segment: ...
 
-    def computed_system_prompt(self, state: State, system_prompt: Segment, work: Work, /) -> Segment:
-        """Return ``system_prompt`` with its KV, computed and stored where it has none."""
+    def computed_system_prompt(self, state: State, system_prompt: Segment, work: Work, /) -> Segment: ...
 
-    def put(self, key: str, span: SpanKV, encoded: Encoded, **fields: Any) -> None:
-        """Store a computed span."""
+    def put(self, key: str, span: SpanKV, encoded: Encoded, **fields: Any) -> None: ...
 
     def prefill_all(
         self, front: Segment, encodeds: Sequence[Encoded], start: int, work: Work, entries: Iterable[Placed], /
-    ) -> Iterable[SpanKV]:
-        """Yield the KV of each chunk after ``front``; ``entries`` are the chunks that may have to be encoded again."""
+    ) -> Iterable[SpanKV]: ...
 
 
 OnFinding = Callable[[Sequence[str], str, dict[str, float | bool], str], None]

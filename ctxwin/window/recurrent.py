@@ -73,7 +73,6 @@ def states_at_conditioning(provider: SpanProvider, state: State, entry: Placed) 
 
 
 def _was_conditioned_on(entry: Placed, front: Prefix) -> bool:
-    """Return True if ``entry`` was conditioned on exactly ``front``, in that order."""
     return entry.kv is not None and front.computed(entry.chunk_id, "resident").provenance == entry.kv.provenance
 
 
@@ -82,11 +81,7 @@ def _stored_segment(provider: SpanProvider, entry: Placed) -> Segment | None:
     kv = entry.kv
     if kv is None or kv.slots is not None:
         return None
-    stored, patch = provider.repo.get_span(kv.span), None
-    if kv.patch is not None:
-        patch = provider.repo.get_patch(kv.patch)
-        if patch is None:
-            return None
-    if stored is None:
+    stored, patch = provider.repo.get_span(kv.span), provider.repo.get_patch(kv.patch) if kv.patch else None
+    if stored is None or (kv.patch is not None and patch is None):
         return None
     return Segment(provider.engine.encode(entry.chunk), 0, stored[0], patch=patch, approximate=patch is not None)

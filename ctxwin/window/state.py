@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Literal, cast
 
@@ -251,11 +252,7 @@ class State(BaseModel):
 
     def starts(self) -> list[int]:
         """Return the start position of every placed chunk."""
-        at, out = self.system_prompt_advance, []
-        for p in self.placed:
-            out.append(at)
-            at += p.advance
-        return out
+        return [*accumulate((p.advance for p in self.placed), initial=self.system_prompt_advance)][:-1]
 
     def keys(self) -> set[str]:
         """Return the store keys that must stay available for this version."""

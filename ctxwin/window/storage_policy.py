@@ -89,7 +89,6 @@ class DemandLedger:
         return Demand(self._bytes, limit, self._contexts)
 
     def _count(self, state: State, placed: Iterable[Placed], sign: int) -> None:
-        """Add (or subtract) some placed chunks of ``state``."""
         system_prompt = state.system_prompt_key
         for p in placed:
             counts = self._contexts.setdefault((system_prompt, p.chunk_id), Counter())
@@ -111,11 +110,7 @@ def context_of(state: State, entry: Placed) -> str:
 
 def likely_form(state: State, evicted: Placed, canonical_held: bool, keeps_survivors: bool) -> Form:
     """Return the cheapest form that serves ``evicted`` when `Window.recall` brings it back to its chronological place."""
-    front: list[str] = []
-    for p in state.placed:
-        if p.arrival > evicted.arrival:
-            break
-        front.append(p.id)
+    front = list(state.placed.ids[: state.placed.place_behind(evicted.arrival)])
     if not front and canonical_held:
         return "canonical"  # there it is exact
     absorbed = evicted.kv.antecedents if evicted.kv else ()

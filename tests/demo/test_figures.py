@@ -12,9 +12,10 @@ from PIL import Image
 from rich.console import Console
 
 from ctxwin.demo.agent import Step
-from ctxwin.demo.figures import ENCODES, NAMES, Rows, final_tables, is_right, lane_bar, timeline
+from ctxwin.demo.figures import ENCODES, NAMES, final_tables, is_right, lane_bar, step_line, timeline
 from ctxwin.demo.run import summarise
 from ctxwin.fidelity import LANES as ALL_LANES
+from ctxwin.progress import _Lines, stages
 from ctxwin.view.palette import LANES
 
 STEP: Step = dict(
@@ -54,20 +55,22 @@ def test_right_needs_a_truth(truth: str | None, expected: bool | None) -> None:
 def test_every_step_is_a_line(
     terminal: bool, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Rows, "EVERY_S", 0.0)
+    monkeypatch.setattr(_Lines, "EVERY", 0.0)
+    monkeypatch.setattr(_Lines, "KEPT", 0.0)
     console = Console(file=io.StringIO(), force_terminal=terminal, width=width, height=40, color_system=None)
-    with Rows(console, "watching [a file]") as rows:
-        rows.add(STEP, 1, 4)
-        rows.add(replace(STEP, truth=None, answer="[bold]", query="[/]"), 2, 4)
+    with stages(console) as tell:
+        for i, step in enumerate([STEP, replace(STEP, truth=None, answer="[bold]", query="[/]")]):
+            console.print(step_line(step, console), soft_wrap=True)
+            tell("frames of [a file]", i + 1, 4)
     console.print(final_tables(SUMMARY))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     for words in ("color of <17>?", "[bold]", "18.2 %", "computed    80 (naive 440, trim 150)"):
         assert words in text
     assert ("▊" in text) == (terminal and width == 160)
-    assert ("2/4" in text) == terminal
+    assert ("2/4" in text) == ("frames of [a file]" in text) == terminal
     told = capsys.readouterr().err
-    assert ("2 of 4 frames, about 0 s left" in told) == (not terminal)
+    assert ("frames of [a file]: 2 of 4, about 0 s left" in told) == (not terminal)
 
 
 def test_the_timeline_is_drawn_for_light_and_dark(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import jinja2
+
 from ctxwin.errors import UnsupportedModel
 
 Render = Callable[..., str]
@@ -29,6 +31,8 @@ PROBE_CALL: dict[str, Any] = {
     "function": {"name": "CTXWINNAME", "arguments": {"CTXWINKEY": "CTXWINVALUE"}},
 }
 """A tool call for probing how the template writes one."""
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+"""Errors that a Jinja template raises for a conversation that it does not accept."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +234,7 @@ class Template:
             messages = [{**m, "content": _listed(m["content"])} for m in messages]
         try:
             rest = self._render(messages, True) if tools is None else self._render(messages, True, tools)
-        except _template_errors() as error:
+        except _REFUSALS as error:
             self._failure = f": {error}"
             return None
         if any(rest.count(s) != 1 for s in sentinels):
@@ -347,10 +351,3 @@ def _near(want: str, got: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got)))
     begin = max(at - 10, 0)
     return f"{want[begin : at + 30]!r} becomes {got[begin : at + 30]!r}"
-
-
-def _template_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that a Jinja template raises for a conversation that it does not accept."""
-    import jinja2
-
-    return (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)

@@ -16,7 +16,7 @@ from ctxwin.engines.encoding.families import both_ways, run_tower
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf import recurrent
 from ctxwin.engines.outputs import concat_outputs, rows_of
-from ctxwin.engines.results import EngineCounters
+from ctxwin.engines.results import EngineCounters, Tally
 from ctxwin.engines.segments import Encoded, MediaSpan, Segment, check_states, gap_runs
 from ctxwin.errors import AnswerStopped, EngineFailed
 from ctxwin.kv.config import attention_layers, sliding_window
@@ -57,6 +57,12 @@ class ForwardPass:
         if self.logits is None or bool(self.logits.isnan().any()):
             raise EngineFailed("the model gave no usable logits (NaN); try dtype='float32'")
         return self.logits
+
+    def add_to(self, tally: Tally | None) -> None:
+        """Add its forwards and their tokens to ``tally``, if there is one."""
+        if tally is not None:
+            tally.forwards += self.forwards
+            tally.tokens += self.computed
 
     @property
     def last(self) -> torch.Tensor:
@@ -108,9 +114,7 @@ class Decoder:
         from transformers import DynamicCache
 
         _ = self.model  # raises where it is closed
-        slots = [segment.slots for segment in segments]
-        ends = list(itertools.accumulate(slots))
-        slices = [(end - count, end) for count, end in zip(slots, ends, strict=True)]
+        slices = [*itertools.pairwise(itertools.accumulate((segment.slots for segment in segments), initial=0))]
         tokens = sum(segment.tokens for segment in segments)
         # Given a config, the cache would learn which layers slide, and drop tokens that left the window.
         config = self._checkpoint.text_config if self.spec.kv.recurrent else None

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,9 +121,7 @@ class HFEngine(EncodingEngine):
         polled before each layer."""
         with self._turn(background), self._lock, hf_model.stopping(self.text_model, stopped):
             done = self._run([*context, Segment(target, start)])
-            if tally is not None:
-                tally.forwards += done.forwards
-                tally.tokens += done.computed
+            done.add_to(tally)
             return self.decoder.span(done, done.slices[-1], target.positions, start)
 
     def generate(
@@ -177,9 +174,7 @@ class HFEngine(EncodingEngine):
             with hf_model.capture_attention(self.text_model, target.tokens) as sums:
                 self.decoder.fill(done, [Segment(target, start)])
             done.usable_logits()
-            if tally is not None:
-                tally.forwards += done.forwards
-                tally.tokens += done.computed
+            done.add_to(tally)
             span = self.decoder.span(done, done.slices[-1], target.positions, start)
             return AttendedKV(span, torch.stack([sums[layer] for layer in sorted(sums)]))
 
@@ -240,21 +235,21 @@ class HFEngine(EncodingEngine):
             return [self._forced_within(layout, query, ids, best, stopped, tally, sampling) for query, ids in answers]
         scores = []
         with self._lock:
-            tails = [_tail(layout, query, answer) for query, answer in answers]
+            # A query and its answer are one forward.
+            joined = (Encoded.joined([query, Encoded.of_ids(answer)]) for query, answer in answers)
+            tails = [Segment(tail, _end(layout)) for tail in joined]
             for tail in tails:
-                self.decoder.check([*layout, *tail])
+                self.decoder.check([*layout, tail])
             done = self._begin(layout)
             try:
                 self.decoder.fill(done, layout, 1, stopped)
                 for (_, answer), tail in zip(answers, tails, strict=True):
                     states_before = states_of(done.cache) if self.spec.kv.recurrent else {}
-                    self.decoder.fill(done, [replace(tail[0], encoded=_concat(tail))], len(answer) + 1, stopped)
-                    self.decoder.remove_last(done, sum(part.tokens for part in tail), states_before)
+                    self.decoder.fill(done, [tail], len(answer) + 1, stopped)
+                    self.decoder.remove_last(done, tail.tokens, states_before)
                     scores.append(hf_model.score_answer(done.usable_logits(), answer, best))
             finally:
-                if tally is not None:
-                    tally.forwards += done.forwards
-                    tally.tokens += done.computed
+                done.add_to(tally)
         return scores
 
     def _forced_within(
@@ -282,9 +277,7 @@ class HFEngine(EncodingEngine):
                 rows.append(done.usable_logits())
                 if (slots := schedule.append(len(ids))) is not None:
                     hf_model.select_slots(done.cache, slots)
-            if tally is not None:
-                tally.forwards += done.forwards
-                tally.tokens += done.computed
+            done.add_to(tally)
             return hf_model.score_answer(torch.cat(rows), answer, best)
 
     @property
@@ -397,20 +390,6 @@ class HFEngine(EncodingEngine):
                 logits = done.last
                 if schedule is not None and (slots := schedule.append(1)) is not None:
                     hf_model.select_slots(done.cache, slots)
-
-
-def _tail(layout: Sequence[Segment], query: Encoded, answer_ids: Sequence[int]) -> list[Segment]:
-    """Return a query and its answer as segments, to be computed in one forward."""
-    start, answer = _end(layout), Encoded.of_ids(answer_ids)
-    return [Segment(query, start), *([Segment(answer, start + query.advance)] if len(answer_ids) else [])]
-
-
-def _concat(tail: Sequence[Segment]) -> Encoded:
-    """Concatenate neighbouring text segments."""
-    first = tail[0]
-    ids = tuple(i for part in tail for i in part.encoded.token_ids)
-    places = np.concatenate([part.encoded.positions + (part.start - first.start) for part in tail], axis=1)
-    return Encoded("", ids, places, tail[-1].start - first.start + tail[-1].encoded.advance)
 
 
 def _end(layout: Sequence[Segment]) -> int:

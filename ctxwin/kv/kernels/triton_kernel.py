@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,9 +61,7 @@ class TritonKernel:
                 raise ValueError(f"kernel triton must be given {', '.join(map(str, _DTYPES))}, got {name}")
         self._device, self._heads, count = device, heads, heads[1] - heads[0]
         self._parts = parts
-        self._starts = [0]
-        for part in parts:
-            self._starts.append(self._starts[-1] + part.tokens)
+        self._starts = list(accumulate((part.tokens for part in parts), initial=0))
         tokens = self._starts[-1]
         self._width = count * (spec.k_dim + spec.v_dim)
         self._columns = columns_of(spec, heads)
