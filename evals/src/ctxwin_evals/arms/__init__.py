@@ -43,8 +43,7 @@ def parse_arms(text: str) -> list[Arm]:
     arms = [parse_arm(part) for part in text.split(",") if part.strip()]
     if not arms:
         raise ValueError(f"arms must name at least one of {ARM_FORMS}; got {text!r}")
-    twice = sorted({a.name for a in arms if sum(b.name == a.name for b in arms) > 1})
-    if twice:
+    if twice := sorted({a.name for a in arms if sum(b.name == a.name for b in arms) > 1}):
         raise ValueError(f"arms must be named once each, got {', '.join(twice)} again")
     return arms
 
