@@ -56,8 +56,7 @@ def validated(args: FleetArguments | dict[str, Any]) -> tuple[FleetArguments, Li
     least, most = _range(arguments)
     if not 1 <= least <= most:
         raise ValueError(f"replicas must be a number from 1 on, or [least, most], got {arguments.replicas}")
-    unknown = set(arguments.settings) - {name for name, *_ in Settings.options()}
-    if unknown:
+    if unknown := set(arguments.settings) - {name for name, *_ in Settings.options()}:
         raise ValueError(f"settings must be options of ctxwin serve with underscores, got {', '.join(sorted(unknown))}")
     settings = Settings(**arguments.settings)
     limits: Limits = settings.service()["limits"]
@@ -80,7 +79,6 @@ def validated(args: FleetArguments | dict[str, Any]) -> tuple[FleetArguments, Li
 
 
 def _range(arguments: FleetArguments) -> tuple[int, int]:
-    """Return the least and the largest number of replicas."""
     replicas = arguments.replicas
     return replicas if isinstance(replicas, tuple) else (replicas, replicas)
 

@@ -40,9 +40,8 @@ class Front:
     def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI app that Ray serves."""
 
-        async def app(
-            scope: Scope, receive: Receive, send: Send
-        ) -> None:  # of a bound method uvicorn thinks it is ASGI 2
+        # Of a bound method uvicorn thinks it is ASGI 2.
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(scope, receive, send)
 
         return app
@@ -92,9 +91,8 @@ class Front:
             return _error_response(error)
         finally:
             reader.give_back()
-        response_headers = [(k, v) for k, v in head.headers if k.lower() not in _CONNECTION_HEADERS]
         response = StreamingResponse(_remaining(answers), head.status)
-        response.raw_headers = response_headers
+        response.raw_headers = [(k, v) for k, v in head.headers if k.lower() not in _CONNECTION_HEADERS]
         return response
 
 

@@ -163,18 +163,8 @@ def journal(fleet: str) -> Path:
 
 def _scope(request: Request, app: Any) -> dict[str, Any]:
     return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": request.method,
-        "scheme": "http",
-        "path": request.path,
-        "raw_path": request.path.encode(),
-        "query_string": request.query,
-        "root_path": "",
-        "headers": list(request.headers),
-        "client": request.client,
-        "server": ("replica", 80),
-        "app": app,
-        "state": {},
-    }
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
+        "method": request.method, "path": request.path, "raw_path": request.path.encode(), "root_path": "",
+        "query_string": request.query, "headers": list(request.headers), "client": request.client,
+        "server": ("replica", 80), "app": app, "state": {},
+    }  # fmt: skip
