@@ -118,7 +118,6 @@ class AsyncLiveStream:
             return str((await anext(messages))["placement"])
 
     async def _exchange(self, kind: str, **body: Any) -> AsyncGenerator[dict[str, Any]]:
-        """Send a message and yield the server's replies to it."""
         name, inbox, last = f"{kind}-{next(self._ids)}", asyncio.Queue[dict[str, Any] | Exception](), False
         self._waiting[name] = inbox
         try:

@@ -34,8 +34,7 @@ def our_errors() -> Iterator[None]:
     try:
         yield
     except APIError as error:
-        ctxwin_error = from_body(error.body)
-        if ctxwin_error is None:
+        if (ctxwin_error := from_body(error.body)) is None:
             raise
         raise ctxwin_error from error
     except UnicodeEncodeError as error:
@@ -153,8 +152,10 @@ def upload(client: OpenAI, chunk: Chunk) -> str:
     with suppress(UnknownUpload):
         known = chunk.media and get(client, f"/chunks/{chunk.id}")
     if not known:
-        files: Files = {}
-        body = _chunk_to_json(chunk, files)
+        files: Files = {}  # gets the pixels; the form is that of `ctxwin_server.protocol.schemas`
+        turn = {"type": "parts"} if chunk.role is None else {"type": "message", "role": chunk.role}
+        body = {**turn, "content": [_part_to_json(chunk, part, files) for part in chunk.parts]}
+        body |= {name: getattr(chunk, name) for name in ("as_frames", "id", *_METADATA)}
         post(client, "/chunks", {"chunk": json.dumps(body)} if files else body, files or None)
     uploaded_by(client).put(chunk.id, None, 1)
     return chunk.id
@@ -163,13 +164,6 @@ def upload(client: OpenAI, chunk: Chunk) -> str:
 def reference(chunk: Chunk) -> dict[str, Any]:
     """Return an uploaded chunk as JSON for a window's request, with the metadata that is not part of its id."""
     return {"type": REFERENCE, "chunk": chunk.id, **{name: getattr(chunk, name) for name in _METADATA}}
-
-
-def _chunk_to_json(chunk: Chunk, files: Files) -> dict[str, Any]:
-    """Return the chunk as JSON in the form of `ctxwin_server.protocol.schemas`; adds its pixels to ``files``."""
-    content = [_part_to_json(chunk, part, files) for part in chunk.parts]
-    turn = {"type": "parts"} if chunk.role is None else {"type": "message", "role": chunk.role}
-    return {**turn, "content": content, **{name: getattr(chunk, name) for name in ("as_frames", "id", *_METADATA)}}
 
 
 def _part_to_json(chunk: Chunk, part: Part, files: Files) -> dict[str, Any]:

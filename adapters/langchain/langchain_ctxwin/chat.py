@@ -263,10 +263,8 @@ class ChatCtxwin(Answering):
         response_format: dict[str, Any] = {"type": "json_object"}
         if method == "json_schema":
             described = model.model_json_schema() if model else dict(schema)
-            response_format = {
-                "type": "json_schema",
-                "json_schema": {"name": described.get("title", "answer"), "schema": described},
-            }
+            named = {"name": described.get("title", "answer"), "schema": described}
+            response_format = {"type": "json_schema", "json_schema": named}
 
         def parse(message: AIMessage) -> Any:  # strict: LangChain's own parsers accept a truncated answer as complete
             return model.model_validate_json(message.text) if model else json.loads(message.text)
@@ -394,8 +392,9 @@ class Reply:
 
     def chunks_for(self, text: str | None) -> Iterator[ChatGenerationChunk]:
         """Yield the chunks that ``text``, appended to the answer, completes; None: the remaining ones and the usage."""
-        self._growing = self._growing or _Message(Reader(self.syntax))
-        yield from self._growing.extend(text) if text is not None else self._finish(self._growing, self._answers[0])
+        message = self._growing = self._growing or _Message(Reader(self.syntax))
+        message.text += text or ""
+        yield from self._finish(message, self._answers[0]) if text is None else message.read(message.text)
 
     def result(self) -> ChatResult:
         """Return the complete answers."""
@@ -426,16 +425,10 @@ class Reply:
 
 @dataclass
 class _Message:
-    """The message of one answer, as it grows."""
-
     reader: Reader
     calls: int = 0
     invalid: list[InvalidToolCall] = field(default_factory=list)
-    _text: str = ""
-
-    def extend(self, text: str) -> Iterator[ChatGenerationChunk]:
-        self._text += text
-        return self.read(self._text)
+    text: str = ""
 
     def read(self, text: str, *, last: bool = False) -> Iterator[ChatGenerationChunk]:
         for part in self.reader.read(text, last=last):

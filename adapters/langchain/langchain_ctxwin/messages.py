@@ -277,7 +277,6 @@ class _Builder:
 
 
 def _check_spelled(engine: Engine, text: str) -> None:
-    """Raise UnsupportedModel if the template writes tools with special tokens."""
     if not is_plain_text(engine, text):
         raise UnsupportedModel(
             "the chat template writes tools with special tokens, which system prompts and answers cannot hold"
@@ -309,7 +308,8 @@ def parts(
             chunk = cache.get(key) if cache is not None and key is not None else None
             if chunk is None:
                 media = _media(block, kind.removesuffix("_url"), folder)
-                chunk = Chunk.image(media) if kind.startswith("image") else _video(block, media)
+                sampling = {k: block[k] for k in ("start", "end", "fps", "frames") if block.get(k) is not None}
+                chunk = Chunk.image(media) if kind.startswith("image") else Chunk.video(media, **sampling)
                 if cache is not None and key is not None and isinstance(media, bytes):  # a file may change
                     cache.put(key, chunk.light(), 1)
             yield chunk
@@ -400,11 +400,6 @@ def _decode_base64(data: str, kind: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
         raise BadMedia(f"an {kind} must be valid base64, got {data[:20]!r}...: {error}") from error
-
-
-def _video(block: dict[str, Any], media: Any) -> Chunk:
-    sampling = {k: block[k] for k in ("start", "end", "fps", "frames") if block.get(k) is not None}
-    return Chunk.video(media, **sampling)
 
 
 def _short(block: Any) -> str:

@@ -161,7 +161,6 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         return _record(await handler(request), decided)
 
     def _decide(self, request: ModelRequest) -> tuple[ModelRequest, dict[str, Omitted]]:
-        """Return the request for the model, and the new decisions."""
         history: dict[str, Omitted] = dict(request.state.get(KEY) or {})  # type: ignore[call-overload]
         request = request if self._recalls(request) else self._with_tools(request, {})
         units = units_of(request.messages, {key: entry["read"] for key, entry in history.items()})
@@ -271,7 +270,6 @@ def _clauses(trigger: Trigger | None) -> list[dict[str, float]]:
 
 
 def _validate(size: object, name: str) -> ContextSize:
-    """Return ``size``. Raises ValueError if it is not a (kind, number) in range."""
     if isinstance(size, tuple) and len(size) == 2:
         kind, value = size
         if kind == "fraction" and type(value) in (int, float) and 0 < value <= 1:

@@ -59,10 +59,7 @@ class LibraryRetriever(BaseRetriever):
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
         hits = self.library.search(query, self.k)
         return [
-            Document(
-                page_content=hit.passage.text,
-                metadata={"source": hit.file, "score": hit.score, "chunk": hit.passage.chunk.id},
-            )
+            Document(hit.passage.text, metadata={"source": hit.file, "score": hit.score, "chunk": hit.passage.chunk.id})
             for hit in hits
         ]
 

@@ -90,7 +90,6 @@ def validated(args: FleetArguments | dict[str, Any]) -> tuple[FleetArguments, Li
 
 
 def _range(arguments: FleetArguments) -> tuple[int, int]:
-    """Return the least and the largest number of replicas."""
     replicas = arguments.replicas
     return replicas if isinstance(replicas, tuple) else (replicas, replicas)
 

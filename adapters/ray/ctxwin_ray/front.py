@@ -91,9 +91,8 @@ class Front:
             return _error_response(error)
         finally:
             reader.give_back()
-        response_headers = [(k, v) for k, v in head.headers if k.lower() not in _CONNECTION_HEADERS]
         response = StreamingResponse(_remaining(answers), head.status)
-        response.raw_headers = response_headers
+        response.raw_headers = [(k, v) for k, v in head.headers if k.lower() not in _CONNECTION_HEADERS]
         return response
 
 

@@ -70,8 +70,7 @@ def hint_of(path: str, headers: Headers, body: bytes, parse: Callable[[bytes], A
     ``parse`` reads the JSON of chats and raises if that would take long (`Limits.parse`). Cost: a pass over the body, and a
     JSON parse for chats.
     """
-    window = _WINDOW.match(path)
-    if window:
+    if window := _WINDOW.match(path):
         return Hint(window=window[1])
     chunks: set[str] = set()
     for match in _CHUNK.finditer(body):

@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import ray
 from ray import serve
@@ -61,12 +60,8 @@ def _check_resources(arguments: FleetArguments) -> None:
 def run(arguments: FleetArguments, host: str, port: int, address: str) -> None:
     """Run a fleet until SIGINT or SIGTERM. Main thread only."""
     stopping = threading.Event()
-
-    def stop(*_: Any) -> None:
-        stopping.set()
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        signal.signal(number, lambda *_: stopping.set())
     with running(arguments, host, port, address) as url:
         _log.info("the fleet answers at %s", url)
         stopping.wait()

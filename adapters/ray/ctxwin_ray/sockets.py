@@ -58,12 +58,12 @@ async def listening(app: Any, host: str, most_bytes: int) -> AsyncIterator[Addre
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         """Pass WebSockets of the fleet on, as the client's, to the server's app."""
-        headers = dict(scope.get("headers", ()))
-        if scope["type"] != "websocket" or not secrets.compare_digest(headers.get(_SECRET, b""), secret.encode()):
-            if scope["type"] != "websocket":
-                await Response(status_code=404)(scope, receive, send)
-            else:
-                await send({"type": "websocket.close", "code": 1008})
+        if scope["type"] != "websocket":
+            await Response(status_code=404)(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if not secrets.compare_digest(headers.get(_SECRET, b""), secret.encode()):
+            await send({"type": "websocket.close", "code": 1008})
             return
         others = [(name, value) for name, value in scope["headers"] if name not in (_SECRET, _CLIENT)]
         host, _, port = headers.get(_CLIENT, b"").decode("latin-1").rpartition(" ")

@@ -243,8 +243,7 @@ class StepDriver(Driver):
         self.call(lambda: None if self._tickets else self.engine.step())
 
     def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        results: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
-        return results
+        return list(self.call(lambda: self.llm.collective_rpc(method, args=args)))
 
     def _reset_prefix_cache(self) -> bool:
         return bool(self.call(self.engine.reset_prefix_cache))
@@ -414,8 +413,7 @@ class LoopDriver(Driver):
     def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         if self.dead is not None:
             raise _ended(self.dead)
-        results: list[Any] = self._wait(self._start(self.engine.collective_rpc(method, args=args)))
-        return results
+        return list(self._wait(self._start(self.engine.collective_rpc(method, args=args))))
 
     def _reset_prefix_cache(self) -> bool:
         return bool(self._wait(self._start(self.engine.reset_prefix_cache())))
@@ -453,8 +451,7 @@ class LoopDriver(Driver):
     def _wait(self, future: Future[T]) -> T:
         """Return the result of work on the loop; vLLM never answers calls that were under way when its process died."""
         while not wait([future], timeout=WATCH_S).done:
-            dead = self.dead
-            if dead is not None:
+            if (dead := self.dead) is not None:
                 future.cancel()
                 raise _ended(dead)
         try:

@@ -366,8 +366,7 @@ def share_item_entry(llm: Any, prefix: str) -> None:
 
     process = processor.process_inputs
     processor.process_inputs = lambda *args, **options: shared(process(*args, **options))
-    process_later = getattr(processor, "process_inputs_async", None)
-    if process_later is not None:
+    if (process_later := getattr(processor, "process_inputs_async", None)) is not None:
 
         async def processed(*args: Any, **options: Any) -> Any:
             return shared(await process_later(*args, **options))

@@ -161,13 +161,11 @@ def run(
             except OSError as error:
                 raise LoadError(f"what the request loads could not be submitted: {error}") from error
         parameters = [_parameters(sampling, ending, handle, forced) for handle in handles]
-        reasons = []
         with driver.counted(background, len(requests)):
             with driver.together():
                 for (prompt, _), options in zip(requests, parameters, strict=True):
                     tickets.append(driver.submit(prompt, options, BACKGROUND if background else 0, lora))
-            for outcome in outcomes:
-                reasons.append(_follow(driver, tickets.pop(0), outcome, sampling, on_token, forced))
+            reasons = [_follow(driver, tickets.pop(0), one, sampling, on_token, forced) for one in outcomes]
         for handle, (_, transfer), reason in zip(handles, requests, reasons, strict=True):
             transport.collect(handle, transfer, reason != "error")
             collected += 1

@@ -103,8 +103,7 @@ class ResidentSpans:
         with self._lock:
             self._drop_gone()
             kv = ResidentKV(k, v, self._layers.start)
-            has_room = self._has_room(kv.nbytes, set())
-            if has_room:
+            if has_room := self._has_room(kv.nbytes, set()):
                 self._keep(origin, kv, on_drop)
             return has_room
 
@@ -121,8 +120,7 @@ class ResidentSpans:
                 self._drop(key)
 
     def _copy(self, span: SpanKV, heads: slice, required: set[int]) -> ResidentKV | None:
-        entry = self._entries.get(id(span.origin))
-        if entry is not None:
+        if (entry := self._entries.get(id(span.origin))) is not None:
             return entry.kv
         if span.k.is_meta:
             raise LookupError("the copy of a span on the device has given way to others")
@@ -177,8 +175,7 @@ class ResidentSpans:
             self._drop(self._gone.pop())
 
     def _drop(self, key: int) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
+        if (entry := self._entries.pop(key, None)) is not None:
             self.nbytes -= entry.kv.nbytes
             if entry.on_drop is not None:
                 entry.on_drop()
@@ -189,8 +186,7 @@ def resident_bytes(device: torch.device) -> int:
 
     Raises ValueError where the variable is no number of bytes.
     """
-    named = os.environ.get(RESIDENT_BYTES, "").strip()
-    if named:
+    if named := os.environ.get(RESIDENT_BYTES, "").strip():
         if not named.isdecimal():
             raise ValueError(f"{RESIDENT_BYTES} must be a number of bytes, got {named!r}")
         return int(named)

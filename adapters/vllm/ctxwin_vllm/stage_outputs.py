@@ -101,8 +101,7 @@ class Queries:
 
     def _hooked(self, index: int, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(layer: Any, query: torch.Tensor, *args: Any, **options: Any) -> Any:
-            slots = _slots()
-            if slots is not None:
+            if (slots := _slots()) is not None:
                 rows = query[: len(slots)].detach().clone()
                 self._queries[index].append((slots[: len(rows)].clone(), rows))
             return plain(layer, query, *args, **options)

@@ -22,6 +22,7 @@ from ctxwin.engines.segments import Encoded
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.config import sliding_window
 from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin_evals.items import grouped
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -132,8 +133,7 @@ class Held:
     """
 
     def __init__(self, memory: Memory) -> None:
-        self._room = memory.grown(ROOM)
-        self.slots = memory.slots
+        self._room, self.slots = memory.grown(ROOM), memory.slots
 
     @property
     def memory(self) -> Memory:
@@ -264,17 +264,14 @@ class Decoder(Reader):
         batch, count = int(tokens.embeds.shape[0]), tokens.count
         if not count:
             return tokens.embeds if hidden is None else hidden
-        at = at.to(self._device)
-        at = at if at.ndim == 2 else at[None].expand(batch, -1)
-        if mask is not None:
-            mask = mask if mask.ndim == 3 else mask[None].expand(batch, -1, -1)
+        at = at.to(self._device).expand(batch, -1)
         chosen = layers if layers is not None else range(self.layers)
         out, first = [], tokens.embeds if hidden is None else hidden
         for begin in range(0, count, AT_ONCE):
             part = slice(begin, begin + AT_ONCE)
             deep = None if tokens.deep is None else tokens.deep[:, :, part]
             block = Tokens(first[:, part], tokens.positions[:, :, part], deep)
-            visible = None if mask is None else mask[:, part]
+            visible = None if mask is None else mask.expand(batch, -1, -1)[:, part]
             out.append(self._block(block, memory, at[:, part], visible, chosen, watch))
         return torch.cat(out, 1) if len(out) > 1 else out[0]
 
@@ -329,8 +326,7 @@ class Decoder(Reader):
         """Next-token logits ``[B, vocab]`` after one question an item, asked at position ``begin``."""
         encoded = [self.query(text) for text in queries]
         out: list[Tensor | None] = [None] * len(encoded)
-        for length in sorted({e.tokens for e in encoded}):
-            some = [b for b, e in enumerate(encoded) if e.tokens == length]
+        for some in grouped(range(len(encoded)), lambda b: encoded[b].tokens).values():
             tokens = self.tokens([encoded[b] for b in some], begin)
             _, hidden = self.append(tokens, memory.of(some))
             for b, row in zip(some, self.logits(hidden[:, -1:])[:, 0], strict=True):

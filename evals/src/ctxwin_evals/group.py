@@ -18,7 +18,7 @@ from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch, apply_patch
 from ctxwin.kv.relocate import relocate
 from ctxwin_evals.decoder import Decoder, Memory, Tokens, concatenated
-from ctxwin_evals.items import Item
+from ctxwin_evals.items import Item, grouped
 from ctxwin_evals.patching import Patcher
 
 AT_ONCE = 32
@@ -197,11 +197,8 @@ class Group:
 
         ``orders`` are pairs (item, frames in order). Orders of one layout share a forward; each is computed once.
         """
-        missing: dict[object, list[tuple[int, tuple[int, ...]]]] = {}
-        for w in dict.fromkeys(orders):
-            if w not in self._orders:
-                missing.setdefault(tuple(self._kinds[frame] for frame in w[1]), []).append(w)
-        for same in missing.values():
+        missing = [w for w in dict.fromkeys(orders) if w not in self._orders]
+        for same in grouped(missing, lambda w: tuple(self._kinds[frame] for frame in w[1])).values():
             for at in range(0, len(same), AT_ONCE):
                 part = same[at : at + AT_ONCE]
                 rows = self.prefilled([order for _, order in part], [b for b, _ in part])

@@ -5,14 +5,16 @@ neither its data nor a model, so a finished run can be scored again from its sam
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from ctxwin.chunk import Chunk
 
 Setting = Literal["window", "slide", "recall"]
 """What happened before the question: nothing; the leading chunks left; a chunk came back after others than it left."""
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,11 @@ class GeneratedTask(Task):
     @abstractmethod
     def item(self, index: int) -> Item:
         """The item at ``index``."""
+
+
+def grouped(values: Iterable[_Value], key: Callable[[_Value], _Key]) -> dict[_Key, list[_Value]]:
+    """Values by their keys, both in the order in which they come first."""
+    groups: dict[_Key, list[_Value]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups

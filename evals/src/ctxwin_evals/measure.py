@@ -6,7 +6,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from ctxwin_evals.decoder import Decoder, Memory
 from ctxwin_evals.elastic import Policy
 from ctxwin_evals.generation import forced_logits, generate
 from ctxwin_evals.group import Group
-from ctxwin_evals.items import Item
+from ctxwin_evals.items import Item, grouped
 from ctxwin_evals.metrics import kl_divergence
 from ctxwin_evals.patching import Patcher
 from ctxwin_evals.samples import Sample
@@ -68,10 +68,10 @@ class Measurer:
         self.system_prompt = system_prompt
         self.along = along
 
-    def group(self, items: Sequence[Item], patcher: Patcher | None = None) -> Group:
+    def group(self, items: Sequence[Item]) -> Group:
         """Items of one shape as a group; each context once."""
-        contexts = {item.context or item.index: item for item in reversed(items)}
-        return self.groups(self.decoder, list(contexts.values())[::-1], patcher or self.patcher, self.system_prompt)
+        firsts = [some[0] for some in grouped(items, _context).values()]
+        return self.groups(self.decoder, firsts, self.patcher, self.system_prompt)
 
     def samples(
         self,
@@ -93,25 +93,23 @@ class Measurer:
         A sample is unscored, with the reason, where the prompt is too long, an arm has no meaning for the item, or logits are
         NaN. Cost: the reference, and for each arm its serving and its answers.
         """
-        limit = self.decoder.engine.spec.max_tokens
+        limit, about = self.decoder.engine.spec.max_tokens, ""
         try:
             group = self.group(items) if group is None else group
         except BudgetExceeded as error:  # a text that the model could not read even alone
-            total, unread = error.needed, {"placed": error.needed, "tokens": error.needed, "media": 0}
-            reason = f"the prompt of at least {total} tokens is longer than the model's {limit}"
+            total, about = error.needed, "at least "
         else:
-            unread = {}
             longest = max(self.decoder.query(item.query).tokens + item.max_tokens for item in items)
             total = group.system_prompt.tokens + group.context_tokens + longest
-            reason = f"the prompt of {total} tokens is longer than the model's {limit}"
         if group is None or total > limit:
-            for arm in arms:
-                for item in items:
-                    token_counts = unread if group is None else self._sizes(item, group)
-                    yield self._sample(item, arm, **token_counts, unscored=reason)
+            reason = f"the prompt of {about}{total} tokens is longer than the model's {limit}"
+            unread = {"placed": total, "tokens": total, "media": 0}
+            for arm, item in product(arms, items):
+                sizes = unread if group is None else self._sizes(item, group)
+                yield self._sample(item, arm, **sizes, unscored=reason)
             return
-        numbers = {item.context or item.index: b for b, item in enumerate(group.items)}
-        rows = [numbers[item.context or item.index] for item in items]
+        numbers = {_context(item): b for b, item in enumerate(group.items)}
+        rows = [numbers[_context(item)] for item in items]
         base = reference if base is None else base
         results: dict[Arm, tuple[list[Served | None], list[Said | None]]] = {}
         for arm in dict.fromkeys((reference, base, *([control] if control else []), *arms)):
@@ -217,8 +215,7 @@ class Measurer:
         rows = forced_logits(self.decoder, memory, queries, begin, [one.token_ids for one in first], policy)
         both = zip(first, (row.numpy() for row in rows), strict=True)
         answers = [replace(one, logits=row[0], forced=row) for one, row in both]
-        astray = [j for j, row in enumerate(rows) if row.argmax(-1).tolist() != first[j].token_ids]
-        if astray:
+        if astray := [j for j, row in enumerate(rows) if row.argmax(-1).tolist() != first[j].token_ids]:
             part, questions = memory.of(astray), [queries[j] for j in astray]
             continuations = generate(self.decoder, part, questions, begin, max_tokens=longest, policy=policy)
             for j, one in zip(astray, continuations, strict=True):
@@ -228,13 +225,9 @@ class Measurer:
 
 def by_shape(items: Sequence[Item], size: int = BATCH) -> Iterator[list[Item]]:
     """Items that can share forwards: of one shape, of ``size`` contexts at most."""
-    shapes: dict[Any, dict[str | int, list[Item]]] = {}
-    for item in items:
-        context = item.context or item.index
-        shape = ("alone", context) if item.shape is None else item.shape
-        shapes.setdefault(shape, {}).setdefault(context, []).append(item)
+    shapes = grouped(items, lambda item: ("alone", _context(item)) if item.shape is None else item.shape)
     for same in shapes.values():
-        contexts = list(same.values())
+        contexts = list(grouped(same, _context).values())
         for at in range(0, len(contexts), size):
             yield list(chain.from_iterable(contexts[at : at + size]))
 
@@ -254,6 +247,11 @@ def by_layer(spans: Sequence[SpanKV], exact: Sequence[SpanKV]) -> list[float] | 
             squared_error = squared_error + (a.double() - reference).pow(2).sum(dim=(1, 2, 3))
             size = size + reference.pow(2).sum(dim=(1, 2, 3))
     return [float(f"{x:.{_DIGITS}g}") for x in (squared_error / size).sqrt().tolist()]
+
+
+def _context(item: Item) -> str | int:
+    """What items that share their context have in common."""
+    return item.context or item.index
 
 
 def _begin(served: Served, group: Group) -> int:

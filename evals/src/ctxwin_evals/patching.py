@@ -179,7 +179,6 @@ def fitted(
 
 
 def _basis(patcher: Patcher, groups: Callable[[], Iterator[Any]], path: Path | None, rank: int) -> SharedBasis:
-    """A shared basis, fitted once and then kept in a file."""
     if path is not None and path.exists():
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict

@@ -194,7 +194,6 @@ class Runner:
                 raise unread
 
     def _check_items(self, job: Job, items: Sequence[Item]) -> None:
-        """Raise ValueError where a sample on disk is of another item than the task gives today."""
         for item, arm in product(items, job.arms):
             row = self.samples.rows.get((item.task, arm.name, item.index))
             if row is not None and row.case != item.digest:

@@ -17,7 +17,7 @@ from ctxwin.engines.segments import Segment
 from ctxwin.kv.layout import SpanKV
 from ctxwin_evals.arms import Served
 from ctxwin_evals.group import Group
-from ctxwin_evals.items import Item
+from ctxwin_evals.items import Item, grouped
 from ctxwin_evals.measure import Measurer, Said
 
 
@@ -77,12 +77,9 @@ class ServedMeasurer(Measurer):
         self, group: Group, items: Sequence[Item], served: Sequence[Served | None], first: Sequence[Said | None] | None
     ) -> list[Said | None]:
         rows = {item.context or item.index: b for b, item in enumerate(group.items)}
-        together: dict[int, list[int]] = {}
-        for i, one in enumerate(served):
-            if one is not None:
-                together.setdefault(id(one), []).append(i)
         out: list[Said | None] = [None] * len(items)
-        for indices in together.values():
+        having = [i for i, one in enumerate(served) if one is not None]
+        for indices in grouped(having, lambda i: id(served[i])).values():
             one, item = served[indices[0]], items[indices[0]]
             assert one is not None
             fresh = one.spans if isinstance(one.spans, Fresh) else None

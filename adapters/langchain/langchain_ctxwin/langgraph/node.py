@@ -292,8 +292,6 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
 
 
 class _Answerer(Answering):
-    """Answers over an open window."""
-
     window: Any = Field(exclude=True, repr=False)
     asking: dict[str, Any]
     cache: bool = False  # the answer depends on more than the question
@@ -396,7 +394,6 @@ def _pack(arrivals: Iterable[int]) -> str:
 
 
 def _unpack(text: str) -> set[int]:
-    """Decode the text of `_pack`."""
     bits = zlib.decompress(base64.b64decode(text)) if text else b""
     return {8 * i + k for i, byte in enumerate(bits) for k in range(8) if byte >> k & 1}
 

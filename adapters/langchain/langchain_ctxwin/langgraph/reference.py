@@ -96,7 +96,6 @@ def save(
     Cost: a few KB of writes, independent of the number of evicted chunks.
     """
     state = window.snapshot()
-    head = _head(state)
     entries = [p.model_dump(mode="json", exclude_defaults=True, exclude=_DROPPED) for p in state.placed]
     optional: dict[str, Any] = {
         "parent": parent,
@@ -105,7 +104,7 @@ def save(
         "encodes": window.core.vision_encodes,  # counted in the next answer, which may be another node's
     }
     return {
-        **head,
+        **_head(state),
         **{key: value for key, value in optional.items() if value},
         "format": FORMAT,
         "window": state.window,
@@ -238,14 +237,9 @@ def _name(entry: Placed) -> str:
     """Return the digest of an entry, cached by the object's id; the cache holds the object, so the id stays unique."""
     cached = _names.get(str(id(entry)))
     if cached is None:
-        record = entry.model_dump(mode="json", exclude_defaults=True)
-        cached = _keep_name(entry, digest("entry", record))
+        cached = entry, digest("entry", entry.model_dump(mode="json", exclude_defaults=True))
+        _names.put(str(id(entry)), cached, 1)
     return cached[1]
-
-
-def _keep_name(entry: Placed, name: str) -> tuple[Placed, str]:
-    _names.put(str(id(entry)), (entry, name), 1)
-    return entry, name
 
 
 def manifest_of(repo: SpanRepository, state: State) -> tuple[str, dict[str, Any], dict[str, list[str]]]:
@@ -289,7 +283,10 @@ def write_manifest(repo: SpanRepository, state: State) -> str:
     unsure = turn.union(record["placed"], *fresh.values())
     for name, entry in zip((*record["placed"], *evicted), (*state.placed, *state.evicted), strict=True):
         if name in unsure and not repo.contains(f"entry/{name}"):
-            repo.put_json(f"entry/{name}", _json(entry), bound=False)
+            # Antecedents are part of what lists an entry.
+            bare = entry if entry.kv is None else entry.replace(kv=entry.kv.without_antecedents())
+            fields = bare.model_dump(mode="json", exclude_defaults=True, exclude={"kv": {"antecedents"}})
+            repo.put_json(f"entry/{name}", fields, bound=False)
     repo.put_json(f"manifest/{manifest}", record | _pack(state.placed), bound=False)
     return manifest
 
@@ -346,7 +343,7 @@ def _read_entries(repo: SpanRepository, names: Sequence[str], listed: Mapping[st
             with suppress(ValidationError):  # of a version that wrote other fields: a miss
                 entries[i] = entry = Placed.model_validate(record)
                 cache.put(name, entry, 1)
-                _keep_name(entry, name)
+                _names.put(str(id(entry)), (entry, name), 1)
     return entries
 
 
@@ -367,12 +364,6 @@ def _pack(entries: Sequence[Placed]) -> dict[str, Any]:
 def _head(state: State) -> dict[str, Any]:
     """Return the fields of ``state`` apart from its chunks, which leave first: pydantic walks those that it excludes, too."""
     return state.replace(placed=(), evicted=()).model_dump(mode="json", exclude_defaults=True)
-
-
-def _json(entry: Placed) -> dict[str, Any]:
-    """Return an entry without its antecedents, which are part of what lists it."""
-    bare = entry if entry.kv is None else entry.replace(kv=entry.kv.without_antecedents())
-    return bare.model_dump(mode="json", exclude_defaults=True, exclude={"kv": {"antecedents"}})
 
 
 def _split_pages(names: Sequence[str]) -> list[list[str]]:

@@ -152,8 +152,7 @@ class Session(Window):
             asks += [json.dumps(question.tools), versions, question.n]
         version = manifest_of(self.engine.repo, state)[0]
         key = "journal/" + digest("ask", _seed(self._execution), self.core.operations, version, asks)
-        recorded = self._recorded_answer(key)
-        if recorded is not None:
+        if (recorded := self._recorded_answer(key)) is not None:
             return self._replay(*recorded, question, on_token)
         answer = super().answer(question, on_token=on_token, stopped=stopped)
         event, self._last_ask = self._last_ask, None

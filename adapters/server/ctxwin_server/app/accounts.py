@@ -154,9 +154,7 @@ class BodyBytes:
     def give_back(self, tenant: str, size: int) -> None:
         """Count ``size`` bytes less."""
         with self._lock:
-            self._held[tenant] -= size
-            if not self._held[tenant]:
-                del self._held[tenant]
+            self._held -= Counter({tenant: size})  # drops what is at zero
 
 
 class RunningRequests:
@@ -196,9 +194,7 @@ class RunningRequests:
             yield
         finally:
             with self._changed:
-                self._by_tenant[tenant] -= 1
-                if not self._by_tenant[tenant]:
-                    del self._by_tenant[tenant]
+                self._by_tenant -= Counter([tenant])  # drops what is at zero
                 self._awaited -= awaited
                 self._changed.notify_all()
 

@@ -104,7 +104,6 @@ class PendingRequests:
 
 
 def _split_tracestate(state: str) -> tuple[str, str]:
-    """Split a ``tracestate`` into our key and the rest."""
     members = [member.strip() for member in state.split(",")]
     keys = [member.removeprefix(_MEMBER) for member in members if member.startswith(_MEMBER)]
     return keys[0] if keys else "", ",".join(m for m in members if m and not m.startswith(_MEMBER))

@@ -227,8 +227,7 @@ class Service:
 
     def drain(self, seconds: float) -> None:
         """Refuse new requests, give running ones ``seconds`` to finish, and tell the others to stop. Blocks."""
-        running = self.requests.drain(seconds)
-        if running:
+        if running := self.requests.drain(seconds):
             _log.warning("%d requests are unfinished after %g s and are stopped (--shutdown-timeout)", running, seconds)
         self.closing.set()
 
@@ -248,9 +247,9 @@ class Service:
     def _stores_reachable(self) -> bool:
         """Return whether the shared stores answer, checked once a second at most."""
         with self._asking_stores:
-            pending_requests, answered = self._stores_asked
+            asked, answered = self._stores_asked
             now = time.monotonic()
-            if now - pending_requests > _STORES_S:
+            if now - asked > _STORES_S:
                 stores = [self._references]
                 if (tenant_state := self._tenant_states.get("")) is not None:
                     stores += [tenant_state.engine.repo.store, tenant_state.windows.records]

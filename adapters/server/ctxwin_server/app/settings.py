@@ -108,7 +108,6 @@ class Settings:
         }
 
     def _size(self, name: str) -> int:
-        """Return the bytes that an option says. Raises ValueError, which names the option."""
         try:
             return parse_bytes(getattr(self, name))
         except ValueError as error:

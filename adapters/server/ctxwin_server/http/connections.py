@@ -69,8 +69,7 @@ class _Connections:
         return next((other for other, owner in self.open.items() if owner == busiest and other.waits), protocol)
 
     def remove(self, protocol: BoundedProtocol) -> None:
-        peer = self.open.pop(protocol, None)
-        if peer is not None:
+        if (peer := self.open.pop(protocol, None)) is not None:
             self.by_peer[peer] -= 1
             if not self.by_peer[peer]:
                 del self.by_peer[peer]

@@ -92,12 +92,10 @@ async def delete(library: str, context: CurrentRequest) -> Response:
 @libraries.get(_FILES)
 async def list_files(library: str, context: CurrentRequest) -> Response:
     """List the files of a library."""
-
-    def work() -> dict[str, Any]:
-        rows = context.tenant_state.libraries.find(library).files()
-        return {"object": "list", "data": [_file(row) for row in rows], "has_more": False}
-
-    return await context.respond(work)
+    find = context.tenant_state.libraries.find
+    return await context.respond(
+        lambda: {"object": "list", "data": [*map(_file, find(library).files())], "has_more": False}
+    )
 
 
 @libraries.post(_FILES, openapi_extra={"requestBody": {"required": True, "content": _FORM_CONTENT}})

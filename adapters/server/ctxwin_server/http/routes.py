@@ -262,8 +262,7 @@ def _open_or_restore(context: RequestContext, body: OpenWindow) -> Window:
             budget_bytes=body.budget_bytes, low_water=body.low_water, prefill=body.prefill,
         )  # fmt: skip
         return tenant_state.windows.add(window)
-    others = body.model_fields_set - {"snapshot"}
-    if others:
+    if others := body.model_fields_set - {"snapshot"}:
         raise ValueError(f"a window from a snapshot has everything in it, got {', '.join(sorted(others))} beside it")
     read = partial(read_snapshot, limits=tenant_state.uploads.limits)
     return tenant_state.windows.restore(validate(read, body.snapshot))

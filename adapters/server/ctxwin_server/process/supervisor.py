@@ -138,8 +138,7 @@ def _time_to_end(serving: Path) -> float:
 
 def serves(drain: float) -> None:
     """Tell the parent that this process serves, and that its requests get ``drain`` seconds at shutdown."""
-    path = os.environ.get(JOURNAL)
-    if path is not None:
+    if (path := os.environ.get(JOURNAL)) is not None:
         atomic_write(Path(path).with_name(_SERVING), str(drain).encode())
 
 

@@ -177,7 +177,8 @@ def build_chunk(spec: Any, files: Mapping[str, bytes], allowance: Allowance, fin
         parts.append(part)
         pixels[part.content] = frames
 
-    def add(part: Any) -> None:
+    content = spec.content if isinstance(spec, PartsChunk | MessageChunk) else [spec]
+    for part in [content] if isinstance(content, str) else content:
         match part:
             case str():
                 add_text(part)
@@ -194,10 +195,6 @@ def build_chunk(spec: Any, files: Mapping[str, bytes], allowance: Allowance, fin
                 if chunk.role is not None:
                     raise ValueError(f"a part must be no message of its own, got the {chunk.role} message {chunk.id}")
                 parts.extend(chunk.parts)
-
-    content = spec.content if isinstance(spec, PartsChunk | MessageChunk) else [spec]
-    for part in [content] if isinstance(content, str) else content:
-        add(part)
     role = spec.role if isinstance(spec, MessageChunk) else None
     chunk = Chunk(parts=tuple(parts), role=role, as_frames=spec.as_frames, **spec.sent_fields()).holding(pixels)
     if spec.id is not None and spec.id != chunk.id:

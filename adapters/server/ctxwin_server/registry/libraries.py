@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.errors import CtxwinError, StoreFull, StoreUnavailable
+from ctxwin.errors import CtxwinError, StoreFull
 from ctxwin.library.library import Hit, Library, granted, libraries
 from ctxwin.library.records import Row
 from ctxwin.library.traces import collect, library_id, traced_libraries
 from ctxwin_client.errors import NotAllowed, UnknownLibrary
 from ctxwin_server.protocol.limits import Limits
+from ctxwin_server.registry.uploads import check_reachable
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
@@ -116,7 +117,7 @@ class Libraries:
         try:
             library.add_passages(file, passages, len(raw), ttl=ttl, replace=replace)
         except StoreFull:
-            self._check_reachable()
+            check_reachable(self.engine.repo.store, "files")
             raise
         self.due(self.engine, library)
         return next(row for row in library.files() if row.name == file)
@@ -152,14 +153,8 @@ class Libraries:
     def _own_names(self) -> list[str]:
         names = sorted(libraries(self.engine.repo.store))
         if not names:
-            self._check_reachable()
+            check_reachable(self.engine.repo.store, "files")
         return names
-
-    def _check_reachable(self) -> None:
-        if not self.engine.repo.store.reachable():
-            raise StoreUnavailable(
-                "the store must answer to take and list files, and does not; try again, and look at its server"
-            )
 
     def _check_room(self) -> None:
         limit = self.limits.max_libraries

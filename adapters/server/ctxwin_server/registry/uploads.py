@@ -8,6 +8,7 @@ from typing import Any
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import StoreUnavailable
+from ctxwin.store.base import Store
 from ctxwin.validation import validate
 from ctxwin.window.placement import keep_source
 from ctxwin_client.errors import TooLarge, UnknownUpload
@@ -42,7 +43,7 @@ class Uploads:
             keep_source(self.engine, chunk)
             stored = self.engine.repo.put_json(_key(chunk.id), chunk.light().model_dump(mode="json"), bound=False)
             if not stored or not self._whole(chunk):
-                self._check_reachable()
+                check_reachable(self.engine.repo.store, "chunks")
                 raise TooLarge("the store refused the chunk: it is full of what open windows use; close some first")
         return _describe(chunk, encoded.tokens), new
 
@@ -64,7 +65,7 @@ class Uploads:
         """Return an uploaded chunk, without its pixels; raise UnknownUpload."""
         chunk = self._read(_key(chunk_id)) if _ID.fullmatch(chunk_id) else None
         if chunk is None:
-            self._check_reachable()
+            check_reachable(self.engine.repo.store, "chunks")
             raise UnknownUpload(f"chunk must be the id of an uploaded chunk, got {chunk_id[:80]!r}; upload it first")
         return chunk
 
@@ -82,7 +83,7 @@ class Uploads:
         """Describe an uploaded chunk; raise UnknownUpload also if its pixels have left the store."""
         chunk = self.find(chunk_id)
         if not self._whole(chunk):
-            self._check_reachable()
+            check_reachable(self.engine.repo.store, "chunks")
             raise UnknownUpload(f"the content of chunk {chunk_id} has left the store; upload it again")
         return _describe(chunk, self.engine.encode(chunk).tokens)
 
@@ -97,8 +98,7 @@ class Uploads:
         in_use: set[str] = set()
         if chunk.media:
             for key in list(repo.store.list("upload/")):
-                other = self._read(key)
-                if other is not None:
+                if (other := self._read(key)) is not None:
                     in_use |= {m.content for m in other.media}
         retained = {m.content for m in chunk.media if m.content in in_use or repo.leased(f"source/{m.content}")}
         for part in chunk.media:
@@ -108,16 +108,18 @@ class Uploads:
             for key in embeddings:
                 repo.delete(key)
 
-    def _check_reachable(self) -> None:
-        if not self.engine.repo.store.reachable():
-            raise StoreUnavailable(
-                "the store must answer to take and give chunks, and does not; try again, and look at its server"
-            )
-
     def _whole(self, chunk: Chunk) -> bool:
         repo = self.engine.repo
         sources = (f"source/{m.content}" for m in chunk.media if chunk.keep_source)
         return repo.contains(_key(chunk.id)) and all(map(repo.contains, sources))
+
+
+def check_reachable(store: Store, what: str) -> None:
+    """Raise StoreUnavailable where a store does not answer, and so seems to hold nothing or to be full."""
+    if not store.reachable():
+        raise StoreUnavailable(
+            f"the store must answer to take and give {what}, and does not; try again, and look at its server"
+        )
 
 
 def _key(chunk_id: str) -> str:

@@ -52,7 +52,9 @@ def main() -> None:
             os.close(reading)
             signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process: its signal has no handler
             try:
-                _tell(writing, *_try(xgrammar, tokens, blank, *json.loads(raw)))
+                verdict, why = _try(xgrammar, tokens, blank, *json.loads(raw))
+                with contextlib.suppress(OSError):
+                    os.write(writing, bytes([verdict]) + why[:500].encode("utf-8", "replace"))
             finally:
                 os._exit(1)
         os.close(writing)
@@ -67,11 +69,6 @@ def main() -> None:
         return ANSWER.pack(spent, output[0]) + output[1:]
 
     serve(answer, max_bytes)
-
-
-def _tell(writing: int, verdict: int, why: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(writing, bytes([verdict]) + why[:500].encode("utf-8", "replace"))
 
 
 def _try(xgrammar: Any, tokens: Any, blank: Any, kind: str, text: str) -> tuple[int, str]:
@@ -110,7 +107,6 @@ def _compile(xgrammar: Any, compiler: Any, kind: str, text: str) -> Any:
 
 
 def _walk(xgrammar: Any, tokens: Any, blank: Any, matcher: Any) -> tuple[int, str]:
-    """Generate random answers and return the verdict, with the reason."""
     import numpy as np
 
     mask = xgrammar.allocate_token_bitmask(1, tokens.vocab_size)

@@ -146,7 +146,6 @@ def constraints_in(data: dict[str, Any]) -> Iterator[Constraint]:
 
 
 def _schema(value: Any) -> Iterator[Constraint]:
-    """Yield the constraint of a JSON schema, given as JSON or as text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -158,7 +157,6 @@ def _schema(value: Any) -> Iterator[Constraint]:
 
 
 def _structured_outputs(value: Any) -> Iterator[Constraint]:
-    """Yield the constraints of vLLM's ``structured_outputs``."""
     if not isinstance(value, dict):
         return  # refused elsewhere
     for name in ("regex", "grammar", "structural_tag"):

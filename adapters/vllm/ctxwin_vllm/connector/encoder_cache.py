@@ -169,7 +169,8 @@ class Scheduler:
             embeddings = self._find(feature)
             if embeddings is not None:
                 needed[name_of(feature.identifier)] = embeddings
-            elif _bare(feature):
+            elif feature.data is None or all(element.field.keep_on_cpu for element in feature.data.values()):
+                # It carries neither pixels nor embeddings, only the fields that determine positions.
                 message = "request %s carries no data for %r, and its stored vision embeddings are missing"
                 _log.warning(message, name, feature.identifier)
                 self.unavailable.add(name)
@@ -202,8 +203,7 @@ class Scheduler:
 
     def plan(self, request: Request, identifier: str) -> None:
         """Load a medium that gets room in the encoder cache if its embeddings are held; else vLLM encodes it."""
-        embeddings = self.held.get(request.request_id, {}).get(name_of(identifier))
-        if embeddings is not None:
+        if (embeddings := self.held.get(request.request_id, {}).get(name_of(identifier))) is not None:
             self.loads[identifier] = Content.of(embeddings)
 
     def forget(self, request: str) -> None:
@@ -215,11 +215,6 @@ class Scheduler:
 
 def _end(feature: MultiModalFeatureSpec) -> int:
     return int(feature.mm_position.offset + feature.mm_position.length)
-
-
-def _bare(feature: MultiModalFeatureSpec) -> bool:
-    """Return True if a medium carries neither pixels nor embeddings, only the fields that determine positions."""
-    return feature.data is None or all(element.field.keep_on_cpu for element in feature.data.values())
 
 
 def _device() -> Any:

@@ -345,8 +345,7 @@ class Endpoint(ABC):
             stage_range = stage_layers(self.kv.layers, stage, stages)
             kv = replace(self.kv, layers=len(stage_range), heads=self.heads.stop - self.heads.start)
             self.states = PagedStates(layers, groups, self.kv.maps) if self.kv.recurrent else None
-            draft_kv = draft_model_spec(speculative, self.kv)
-            if draft_kv is not None:
+            if (draft_kv := draft_model_spec(speculative, self.kv)) is not None:
                 layers, draft_layers = split(layers, self.kv.layers)
                 self.draft_model = DraftModelKV(draft_layers, draft_kv, block_size, rank, size)
             self.paged = PagedKV(layers, kv, block_size, first=stage_range.start)

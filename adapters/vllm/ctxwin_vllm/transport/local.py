@@ -83,22 +83,19 @@ class LocalTransport(Transport, Endpoint):
         return handle in self._awaited
 
     def report_hit(self, handle: str, local: int, planned: int) -> None:
-        transfer = self._transfers.get(handle)
-        if transfer is not None:
+        if (transfer := self._transfers.get(handle)) is not None:
             # Called again after a preemption: earlier loads are gone, or are a hit now.
             transfer.local_tokens, transfer.planned_tokens, transfer.loaded_tokens = local, planned, 0
 
     def fail(self, handle: str, error: BaseException) -> None:
-        transfer = self._transfers.get(handle)
-        if transfer is not None:
+        if (transfer := self._transfers.get(handle)) is not None:
             transfer.error = error
 
     def parts(self, handle: str, begin: int, end: int) -> list[SpanSlice]:
         transfer = self._transfers.get(handle)
         if transfer is None:
             raise LookupError("the transfer was removed")
-        slices = []
-        ahead = transfer.expected_hit
+        slices, ahead = [], transfer.expected_hit
         for i, first, last in base.overlaps((s.tokens for s in transfer.loads), begin - ahead, end - ahead):
             segment = transfer.loads[i]
             assert segment.span is not None
@@ -106,8 +103,7 @@ class LocalTransport(Transport, Endpoint):
         return slices
 
     def finish_load(self, load: LoadSpec, nbytes: int) -> None:
-        transfer = self._transfers.get(load.handle)
-        if transfer is not None:
+        if (transfer := self._transfers.get(load.handle)) is not None:
             transfer.bytes_loaded += nbytes
             transfer.loaded_tokens = load.end - load.begin
 

@@ -193,8 +193,7 @@ class SharedMemoryTransport(Transport):
         return handle
 
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
-        hit = read_json(self.path / f"seen-{handle}.json")
-        if hit is not None:
+        if (hit := read_json(self.path / f"seen-{handle}.json")) is not None:
             transfer.local_tokens, transfer.planned_tokens = int(hit["local"]), int(hit["planned"])
         self._read_error(handle, transfer)
         if transfer.error is not None or not finished:
@@ -261,7 +260,8 @@ class SharedMemoryTransport(Transport):
                 if reference is not None:
                     self._unreachable.append(name)
                 name = f"{key}-{next(self._serial)}"
-                self._named[key] = name, weakref.ref(source, partial(_append, self._unreachable, name))
+                gone = self._unreachable  # appended to without the lock: a source may end in a thread that holds it
+                self._named[key] = name, weakref.ref(source, lambda _: gone.append(name))
             self._used[name] += 1
             names.append(name)
             if name in self._files:
@@ -353,10 +353,6 @@ class SharedMemoryTransport(Transport):
             tensors[SUMS] = torch.cat([torch.stack([part[SUMS] for part in stage]).mean(0) for stage in stages])
         # The first rank of the last stage has the outputs; states have one rank.
         transfer.take(name, parts[-size] | tensors)
-
-
-def _append(names: deque[str], name: str, _: object) -> None:
-    names.append(name)  # not under the lock: a source may end in a thread that holds it
 
 
 def _contents(

@@ -13,7 +13,7 @@ from ctxwin_evals.arms.base import RankedArm, Served, SharedArm
 from ctxwin_evals.arms.recall import came_back
 from ctxwin_evals.arms.tokens import quota, serve_rows, serving, spans_of
 from ctxwin_evals.group import Group
-from ctxwin_evals.items import Setting
+from ctxwin_evals.items import Setting, grouped
 
 _STATES: WeakKeyDictionary[Group, dict[object, Tensor]] = WeakKeyDictionary()
 """Hidden states that `ShallowReuse` stores beside canonicals."""
@@ -80,11 +80,8 @@ class ShallowReuse(
     setting: Setting = "window"
 
     def serve(self, group: Group) -> list[Served | None]:
-        by_places: dict[tuple[int, ...], list[int]] = {}
-        for b in range(len(group)):
-            by_places.setdefault(self._places(group, b), []).append(b)
         out: dict[int, Served] = {}
-        for places, some in by_places.items():
+        for places, some in grouped(range(len(group)), lambda b: self._places(group, b)).items():
             out |= self._batch(group, places, some)
         return [out[b] for b in range(len(group))]
 

@@ -9,7 +9,7 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin_evals.arms.base import Arm, Served
 from ctxwin_evals.arms.recall import came_back
 from ctxwin_evals.group import Group
-from ctxwin_evals.items import Item, Setting
+from ctxwin_evals.items import Item, Setting, grouped
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,15 @@ class Prefix(
         back = self._back(item)
         return [item.before] if back is None else [item.before, item.placed[:back] + item.placed[back + 1 :]]
 
-    def _cached_chunks(self, item: Item, order: tuple[int, ...]) -> int:
-        """Return the number of chunks in the longest cached prefix of an order."""
-        return max(
-            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(order, one, strict=False)))
-            for one in self.cached_orders(item)
-        )
-
     def _back(self, item: Item) -> int | None:
         """The place of the chunk that came back; None in a slide."""
         return came_back(item) if self.setting == "recall" else None
 
     def _serve_row(self, group: Group, b: int, order: tuple[int, ...], row: Sequence[SpanKV]) -> Served:
         item, chunks, places = group.items[b], group.chunks[b], group.layout(order)
-        earlier, fresh = self.cached_orders(item), order[self._cached_chunks(item, order) :]
+        earlier = self.cached_orders(item)
+        pairs = (zip(order, one, strict=False) for one in earlier)
+        fresh = order[max(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both)) for both in pairs) :]
         encoded_frames = {frame for one in earlier for frame in one}
         computed, entered = sum(chunks[i].tokens for i in fresh), sum(len(chunks[i].media) for i in fresh)
         total = group.context_tokens
@@ -95,13 +90,8 @@ class Prefix(
 
 def _exact(group: Group, orders: dict[int, tuple[int, ...]]) -> dict[int, Sequence[SpanKV]]:
     """Exact KV of these orders; those of one layout share a forward, and what the items place is the reference's."""
-    rows: dict[int, Sequence[SpanKV]] = {}
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for b, order in orders.items():
-        if order == group.items[b].placed:
-            rows[b] = group.exact[b]
-        else:
-            alike.setdefault(tuple(group.layout(order)), []).append(b)
-    for some in alike.values():
+    rows = {b: group.exact[b] for b, order in orders.items() if order == group.items[b].placed}
+    others = [b for b in orders if b not in rows]
+    for some in grouped(others, lambda b: tuple(group.layout(orders[b]))).values():
         rows |= dict(zip(some, group.prefilled([orders[b] for b in some], some), strict=True))
     return rows

@@ -1,6 +1,5 @@
 """A chunk that comes back: with the patch it had, a fresh one, or the old one brought up to date."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -32,9 +31,10 @@ class _Rehydrated(RankedArm, settings=("recall",), argument=f"(?P<size>{RANK})(?
     def turnover(self) -> float | None:
         return self.at
 
-    @abstractmethod
     def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
         """The chunk in place, and the bytes kept for it."""
+        patch = group.patch(b, place, self.size) if self.fresh else stale_patch(group, b, place, self.size)
+        return group.patched(group.canonical[b][place], patch, place), patch.nbytes
 
     def serve(self, group: Group) -> list[Served | None]:
         results: list[Served | None] = []
@@ -54,10 +54,6 @@ class Stale(_Rehydrated, form="stale:M", source="Kamera, section 5, 'Recall' (st
 
     fresh: ClassVar[bool] = False
 
-    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
-        patch = stale_patch(group, b, place, self.size)
-        return group.patched(group.canonical[b][place], patch, place), patch.nbytes
-
 
 class Update(
     _Rehydrated,
@@ -65,10 +61,6 @@ class Update(
     source="Kamera, section 5, 'Recall' (fresh patch); appendix D ('The cheapest correct refresh')",
 ):
     """A recalled chunk with a patch formed after the chunks that precede it now; ``update:M@T`` at turnover T alone."""
-
-    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
-        patch = group.patch(b, place, self.size)
-        return group.patched(group.canonical[b][place], patch, place), patch.nbytes
 
 
 class Recall(Update, form="recall:M@T", argument=f"(?P<size>{RANK})@(?P<at>{SHARE})"):

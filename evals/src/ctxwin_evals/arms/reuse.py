@@ -147,8 +147,7 @@ class Orbit(
             patches, placed, figures = dict[int, Patch](), group.items[b].placed, dict[str, float]()
             for place, runs in plan.items():
                 spans = islice(conditioned, len(runs))
-                lost = [deficit(span, group.canonical[b][place], group.spec) for span in spans]
-                if lost:
+                if lost := [deficit(span, group.canonical[b][place], group.spec) for span in spans]:
                     weights = set_weights([frozenset(run[:-1]) for run in runs], frozenset(placed[:place]))
                     mean, own = mixture(lost, weights), group.deficit(b, place)
                     patches[place] = group.compressed(mean, self.size, (type(self).__name__, self.orders, b, place))

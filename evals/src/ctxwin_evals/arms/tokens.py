@@ -21,6 +21,7 @@ from ctxwin.kv.merge import most_important
 from ctxwin_evals.arms.base import Arm, CountedArm, Served, SharedArm
 from ctxwin_evals.decoder import Memory
 from ctxwin_evals.group import Group
+from ctxwin_evals.items import grouped
 
 
 class _Recomputing(Arm):
@@ -173,8 +174,7 @@ def attended(group: Group) -> Tensor:
     decoder, lead = group.decoder, group.system_prompt_span.tokens
     scores = torch.zeros(len(group), group.context_tokens, dtype=torch.float64)
     queries = [decoder.query(item.query) for item in group.items]
-    for length in sorted({q.tokens for q in queries}):
-        some = [b for b, q in enumerate(queries) if q.tokens == length]
+    for some in grouped(range(len(group)), lambda b: queries[b].tokens).values():
         memory = group.memory([group.exact[b] for b in some])
         sums = torch.zeros(len(some), group.context_tokens, dtype=torch.float64)
 
@@ -192,10 +192,8 @@ def recompute(group: Group, rows: Sequence[Sequence[SpanKV]], chosen: Tensor) ->
     Items of which as many tokens are chosen share a forward.
     """
     out: list[list[SpanKV]] = [list(row) for row in rows]
-    for count in sorted(set(chosen.sum(dim=1).tolist())):
-        if not count:
-            continue
-        some = [b for b in range(len(group)) if int(chosen[b].sum()) == count]
+    counts = chosen.sum(dim=1).tolist()
+    for some in grouped((b for b, count in enumerate(counts) if count), lambda b: counts[b]).values():
         at = torch.stack([chosen[b].nonzero()[:, 0] for b in some])
         memory = group.memory([rows[b] for b in some])
         tokens = group.context.of(some)

@@ -38,7 +38,6 @@ def load() -> list[float]:
 
 
 def _cpu() -> str:
-    """The processor's name, as Linux reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

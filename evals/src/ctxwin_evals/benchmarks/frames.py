@@ -142,7 +142,6 @@ def load_picture(picture: Path | bytes, max_pixels: int | None) -> Path | bytes 
 
 @contextmanager
 def _open_video(path: Path) -> Iterator[Any]:
-    """A video as OpenCV reads it; BadMedia where it cannot."""
     import cv2
 
     capture = cv2.VideoCapture(str(path))

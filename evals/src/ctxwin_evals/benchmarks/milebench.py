@@ -136,10 +136,11 @@ class MileBench(PromptTask):
 
     def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """The official ``pred.json``."""
-        records = []
-        for row in rows:
-            named = {"sample_id": int(row["meta"]["sample_id"]), "image": row["meta"]["images"]}
-            records.append({**named, "gt_response": row["target"]["response"], "pred_response": row["answer"]})
+        records = [
+            {"sample_id": int(row["meta"]["sample_id"]), "image": row["meta"]["images"]}
+            | {"gt_response": row["target"]["response"], "pred_response": row["answer"]}
+            for row in rows
+        ]
         return json.dumps(records, ensure_ascii=False, indent=4) + "\n"
 
     def export_path(self, title: str, split: str) -> Path:

@@ -176,13 +176,12 @@ class MMNiah(PromptTask):
 
     def export(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """The official result lines."""
-        lines = []
-        for row in rows:
-            meta = row["meta"]
-            named = {"question_id": int(row["doc_id"]), "question": meta["question"], "answer": row["target"]}
-            where = {key: meta[key] for key in ("context_length", "placed_depth")}
-            lines.append({**named, "response": row["answer"].strip(), **where})
-        return base.json_lines(lines)
+        return base.json_lines(
+            {"question_id": int(row["doc_id"]), "question": row["meta"]["question"], "answer": row["target"]}
+            | {"response": row["answer"].strip()}
+            | {key: row["meta"][key] for key in ("context_length", "placed_depth")}
+            for row in rows
+        )
 
     def export_path(self, title: str, split: str) -> Path:
         """Task and split end the name; the official script takes every file of its folder for one of these."""
@@ -220,8 +219,7 @@ def needle_pieces(row: Row, pieces: Sequence[Piece], folder: Path) -> list[int]:
 def document_of(row: Row) -> str:
     """Digest that questions about one document share: of its pictures without needles, or of its text without them."""
     needles = _needles(row)
-    pictures = [name for name in row.images[: row.context.count(PLACEHOLDER)] if name not in needles]
-    if pictures:
+    if pictures := [name for name in row.images[: row.context.count(PLACEHOLDER)] if name not in needles]:
         return digest("document", pictures)
     text = row.context
     for needle in needles:

@@ -100,7 +100,6 @@ class Images(Source):
         return Context(load, sizes, chosen[-1].name, tuple(questions))
 
     def _questions(self, rng: np.random.Generator) -> tuple[Question, ...]:
-        """A question about two pieces, one about one piece, and one of the user's."""
         first, second = sorted(int(i) for i in rng.permutation(PLACED)[:2])
         at = int(rng.integers(PLACED))
         questions = [

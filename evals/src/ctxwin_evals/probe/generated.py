@@ -119,7 +119,6 @@ def _things(rng: np.random.Generator, count: int) -> list[Thing]:
 
 
 def _others(rng: np.random.Generator, things: Sequence[Thing]) -> list[Thing]:
-    """For each thing one of another colour and another shape."""
     return [
         (str(rng.choice([c for c in COLORS if c != color])), str(rng.choice([s for s in SHAPES if s != shape])))
         for color, shape in things

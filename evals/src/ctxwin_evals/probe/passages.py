@@ -365,6 +365,5 @@ def judge(
 
 
 def _beyond(harms: Sequence[Harm], strategy: str, floor: Floor) -> list[Harm]:
-    """Subtract the floor from harms of text."""
     nats = floor.nats(remembers=strategy == "survivor")
     return [replace(harm, amount=harm.amount - nats) if harm.kind == "text" else harm for harm in harms]

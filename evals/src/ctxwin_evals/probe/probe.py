@@ -18,7 +18,7 @@ from ctxwin_evals.arms import BASES, Arm, parse_arm
 from ctxwin_evals.arms.base import Served
 from ctxwin_evals.decoder import Decoder, Reader
 from ctxwin_evals.group import Group
-from ctxwin_evals.items import Item
+from ctxwin_evals.items import Item, grouped
 from ctxwin_evals.measure import BATCH, Measurer, by_shape
 from ctxwin_evals.patching import Patcher, fitted, parse_variant
 from ctxwin_evals.probe import structure, verdict
@@ -203,10 +203,7 @@ class Probe:
 
     def _batches(self, stage: str, items: Sequence[Item], until: float) -> Iterator[list[Item]]:
         """Items that share forwards, in order; ends when a share of the time is used up, after one batch at least."""
-        contexts: dict[str, list[Item]] = {}
-        for item in items:
-            contexts.setdefault(item.context, []).append(item)
-        size, rows, done = self._size(items), list(contexts.values()), 0
+        size, rows, done = self._size(items), list(grouped(items, lambda item: item.context).values()), 0
         self.progress(stage, 0, len(rows))  # its first batch may take minutes
         for at in range(0, len(rows), BATCH):
             for batch in by_shape([item for row in rows[at : at + BATCH] for item in row], size):
@@ -241,11 +238,8 @@ class Probe:
         return samples
 
     def _by_kind(self, samples: Sequence[Sample]) -> dict[Kind, Summary]:
-        """Figures by kind of question."""
-        kinds: dict[Kind, list[Sample]] = {}
-        for sample in samples:
-            kinds.setdefault(sample.meta["kind"], []).append(sample)
-        return {kind: figures for kind, some in kinds.items() if (figures := summary(some, self.source))}
+        by_kind: dict[Kind, list[Sample]] = grouped(samples, lambda sample: sample.meta["kind"])
+        return {kind: figures for kind, some in by_kind.items() if (figures := summary(some, self.source))}
 
     def _read(self, until: float) -> list[Competence]:
         """Test if answers depend on the chunks they are about. Cost: a re-prefill a placed chunk and one more."""
@@ -419,7 +413,6 @@ class Probe:
         return {"mode": "patched", "survivors": verdict.survivor_mode(survivors, self.limits), **patches}
 
     def _about(self) -> dict[str, Any]:
-        """Return the model, the contexts and the machine of this probe."""
         source = self.source
         group = self.measurer.group(source.items(1)[:1])
         return about(self.engine) | {
@@ -490,5 +483,4 @@ def of_arm(samples: Sequence[Sample], name: str) -> list[Sample]:
 
 
 def _of_kind(samples: Sequence[Asked], kinds: Sequence[Kind]) -> list[Asked]:
-    """Questions of some kinds, or their samples."""
     return [one for one in samples if one.meta["kind"] in kinds]

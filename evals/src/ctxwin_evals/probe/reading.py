@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats as scipy_stats
 
-from ctxwin_evals.items import Task
+from ctxwin_evals.items import Task, grouped
 from ctxwin_evals.probe.contexts import Kind
 from ctxwin_evals.samples import Sample
 from ctxwin_evals.stats import bootstrap_mean, share_interval, standard_error
@@ -78,11 +78,8 @@ class Competence:
 
 def readings(samples: Sequence[Sample], task: Task) -> list[Reading]:
     """Return one reading a question from samples of the arms `Swapped` (one per place, in order)."""
-    by_item: dict[int, list[Sample]] = {}
-    for sample in samples:
-        by_item.setdefault(sample.index, []).append(sample)
     rows = []
-    for some in by_item.values():
+    for some in grouped(samples, lambda sample: sample.index).values():
         first = some[0]
         needs = tuple(first.meta["needs"])
         right = swapped = None

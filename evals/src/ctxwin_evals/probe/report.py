@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ctxwin_evals.items import grouped
 from ctxwin_evals.probe.verdict import TRIES
 from ctxwin_evals.report.figures import Picture, lines, render
 from ctxwin_evals.report.page import Section, render_page
@@ -121,9 +122,7 @@ def _shape(result: Mapping[str, Any]) -> Section:
 
 
 def _compression(result: Mapping[str, Any]) -> Section:
-    ways: dict[str, list[Mapping[str, Any]]] = {}
-    for row in result["curve"]:
-        ways.setdefault(row["way"], []).append(row)
+    ways: dict[str, list[Mapping[str, Any]]] = grouped(result["curve"], lambda row: row["way"])
     points = {way: [(r["share"], r["kl"]) for r in rows] for way, rows in ways.items()}
     caption, x = "Divergence to re-prefill over bytes", "share of the chunk's KV bytes"
     figure = lines("bytes", caption, x, "KL a token (nats)", points, log=True)

@@ -232,8 +232,7 @@ def _line(axis: Axes, points: Sequence[tuple[float, Measured]], style: dict[str,
     if not measured:
         return
     axis.plot([x for x, _, _ in measured], [value for _, value, _ in measured], markersize=4.5, **style)
-    spans = [(x, *span) for x, _, span in measured if span is not None]
-    if spans:
+    if spans := [(x, *span) for x, _, span in measured if span is not None]:
         at, low, high = zip(*spans, strict=True)
         axis.fill_between(at, low, high, alpha=0.13, color=style["color"], linewidth=0)
         if len(spans) == 1:  # a band has no width there
@@ -241,7 +240,6 @@ def _line(axis: Axes, points: Sequence[tuple[float, Measured]], style: dict[str,
 
 
 def _layers(run: Run, task: str) -> Drawn | None:
-    """Draw the figures of arms by layer as a map; None if there are none."""
     by_arm = {name: f["by_layer"] for name, f in run.arms(task).items() if f.get("by_layer")}
     if not by_arm:
         return None

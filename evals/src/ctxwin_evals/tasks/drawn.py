@@ -145,7 +145,12 @@ def changed(
     drawn, others = _with_others(rng, front, front)
     edited = edit(range(front), range(frames, frames + len(others)), rng, int(amount) if count is None else count)
     pool = [q for q in _questions(drawn, rng, "multi_hop", "order") if q.frame == front]
-    return _drop_unused([*drawn, *others], range(frames), [*edited, front], _pick(pool, rng)) if pool else None
+    if not pool:
+        return None
+    # Of the others only those that came in, so that nothing is drawn or encoded in vain.
+    names = {old: new for new, old in enumerate(sorted({*range(frames), *edited}))}
+    used = [[*drawn, *others][old] for old in names]
+    return Drawn(used, range(frames), [*(names[i] for i in edited), front], _pick(pool, rng), {})
 
 
 @_retry
@@ -192,15 +197,6 @@ def _with_others(rng: np.random.Generator, front: int, others: int) -> tuple[lis
     marks = rng.permutation(100)[: total * (100 // total)].reshape(total, -1)[:, :64].tolist()
     drawn = tiny.sample_frames(rng, [*_roles(rng, front), "scene"], marks=marks[: front + 1])
     return list(drawn), list(tiny.sample_frames(rng, _roles(rng, others), marks=marks[front + 1 :]))
-
-
-def _drop_unused(
-    frames: Sequence[tiny.Frame], first_order: Sequence[int], order: Sequence[int], question: tiny.Question
-) -> Drawn:
-    """Drop the frames that neither row names, so that nothing is drawn or encoded in vain."""
-    names = {old: new for new, old in enumerate(sorted({*first_order, *order}))}
-    used_frames = [frames[old] for old in names]
-    return Drawn(used_frames, [names[i] for i in first_order], [names[i] for i in order], question, {})
 
 
 def _questions(frames: Sequence[tiny.Frame], rng: np.random.Generator, *kinds: tiny.Kind) -> list[tiny.Question]:
