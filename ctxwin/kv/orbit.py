@@ -1,7 +1,6 @@
 """Orbit patches: one patch for every order of the antecedents (Kamera, section 5, "Reorder").
 
-It restores what the orders have in common. Where the answer depends on the order, no such patch can be right; `spread`
-measures how much the orders differ, so that an audit knows where to look.
+It restores what the orders have in common. Where the answer depends on the order, no such patch can be right.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ class OrbitMean:
         self.spec = spec
         self.count = 0
         self._mean: Deficit | None = None
-        self._scatter = 0.0
 
     def add(self, conditioned: SpanKV, base: SpanKV) -> None:
         """Add one order: ``conditioned`` is the chunk after its antecedents in that order, in any frame.
@@ -46,10 +44,7 @@ class OrbitMean:
             raise ValueError(f"deficits must have the shape {list(mean.k.shape)}, got {list(lost.k.shape)}")
         self.count += 1
         for average, new in ((mean.k, lost.k), (mean.v, lost.v)):
-            step = new - average
-            average += step / self.count
-            # Welford: the scatter around the mean grows by the step times its remainder after the update.
-            self._scatter += float((step * (new - average)).double().sum())
+            average += (new - average) / self.count
 
     @property
     def mean(self) -> Deficit:
@@ -57,12 +52,6 @@ class OrbitMean:
         if self._mean is None:
             raise ValueError("an orbit must have met at least one order, got none")
         return self._mean
-
-    @property
-    def spread(self) -> float:
-        """RMS distance of the orders' deficits from their mean, relative to the mean's norm; 0 for a single order."""
-        energy = float(self.mean.energy.sum())
-        return (self._scatter / self.count / energy) ** 0.5 if energy and self.count > 1 else 0.0
 
 
 def update_mean(mean: Patch | None, count: int, lost: Deficit) -> Deficit:

@@ -105,26 +105,10 @@ class RawDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
 
 
 class Index(diskcache.Cache):  # type: ignore[misc]  # diskcache has no types
-    """`diskcache.Cache` that an interrupt cannot leave locked, and that waits for others no longer than its timeout."""
+    """`diskcache.Cache` that an interrupt cannot leave locked."""
 
     def __init__(self, folder: Path, timeout: float) -> None:
-        self._longest_wait = timeout
         super().__init__(str(folder), timeout=timeout, disk=RawDisk, **_SETTINGS)
-
-    @property
-    def _sql_retry(self) -> Callable[..., Any]:
-        end = time.monotonic() + self._longest_wait  # diskcache waits for a minute, whatever its timeout
-
-        def execute(*args: Any) -> Any:
-            while True:
-                try:
-                    return self._sql(*args)
-                except sqlite3.OperationalError as error:
-                    if not is_busy(error) or time.monotonic() > end:
-                        raise
-                    time.sleep(0.001)
-
-        return execute
 
     @contextlib.contextmanager
     def _transact(self, retry: bool = False, filename: Any = None) -> Iterator[Any]:
@@ -179,7 +163,7 @@ class IndexFolder:
                 shutil.rmtree(abandoned, ignore_errors=True)
             try:
                 if index.exists() and not damaged:
-                    check_index(index)
+                    check_index(index, self.timeout)
                     return self._new_index()
             except (sqlite3.DatabaseError, AttributeError, TypeError, ValueError) as error:
                 if isinstance(error, sqlite3.OperationalError) and not is_damage(error):
@@ -250,9 +234,13 @@ class IndexFolder:
             reserve.unlink(missing_ok=True)
 
 
-def check_index(path: Path) -> None:
-    """Raise sqlite3.DatabaseError where the file is damaged or no index. Cost: a read of the index."""
-    with contextlib.closing(sqlite3.connect(path)) as connection:
+def check_index(path: Path, timeout: float) -> None:
+    """Raise sqlite3.DatabaseError where the file is damaged or no index, or another process holds it for ``timeout`` seconds.
+
+    diskcache would wait for a minute, whatever its timeout is. Cost: a read of the index.
+    """
+    with contextlib.closing(sqlite3.connect(path, timeout)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
         ((verdict,), *_) = connection.execute("PRAGMA quick_check(1)").fetchall()
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if verdict != "ok" or not {"Cache", "Settings"} <= tables:

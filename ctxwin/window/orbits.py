@@ -171,10 +171,10 @@ def prepare(
                     provider.put(keys[i], part, encoded, provenance=provenance)
     provider.know_basis(fidelity)
 
-    def store(i: int, front: Sequence[int], lost: Deficit, among: Sequence[int], **record: float) -> bool:
+    def store(i: int, front: Sequence[int], lost: Deficit, among: Sequence[int], orders: int) -> bool:
         patch = compress_deficit(lost, spec.model, spec.kv, fidelity)
         absorbed = [content_name(entries[a].chunk_id) for a in among]
-        patch.meta.update(chunk=entries[i].chunk_id, absorbed=absorbed, **record)
+        patch.meta.update(chunk=entries[i].chunk_id, absorbed=absorbed, orders=orders)
         contents = [entries[a].chunk_id for a in front]
         key = orbit_key(state.system_prompt_key, entries[i].chunk_id, contents, fidelity.patch_name)
         provider.missing.discard(key)
@@ -187,14 +187,14 @@ def prepare(
             continue
         if i in means:
             mean, front = means[i], tuple(range(i))
-            done = [store(i, front, mean.mean, front, orders=mean.count, spread=mean.spread)]
+            done = [store(i, front, mean.mean, front, mean.count)]
         else:
             sets, lost = [front for front, _ in observed[i]], [deficit(span, base, spec.kv) for _, span in observed[i]]
             others = [a for a in range(k) if a != i]
             done = []
             for front in (c for n in range(1, k) for c in combinations(others, n)):
                 weights = set_weights(sets, frozenset(front))
-                done.append(store(i, front, mixture(lost, weights), others, orders=sets.count(frozenset(front))))
+                done.append(store(i, front, mixture(lost, weights), others, sets.count(frozenset(front))))
         if all(done):
             covered.append(i)
     return covered

@@ -35,7 +35,7 @@ def test_full_rank_orbit_is_the_mean_of_exact_patches(spec, count, start, seed):
     assert worst(served.v, torch.stack([s.v for s in exact]).mean(0)) < 1e-11
 
 
-def test_running_mean_equals_batch_and_knows_its_spread():
+def test_running_mean_equals_batch():
     spec = make_spec()
     base, seen = orders(spec, 6)
     running = OrbitMean(spec)
@@ -45,9 +45,6 @@ def test_running_mean_equals_batch_and_knows_its_spread():
     lost = [deficit(c, base, spec) for c in seen]
     mean_k, mean_v = (torch.stack([getattr(d, name) for d in lost]).mean(0) for name in "kv")
     assert worst(running.mean.k, mean_k) < 1e-12 and worst(running.mean.v, mean_v) < 1e-12
-    energy = float(mean_k.pow(2).sum() + mean_v.pow(2).sum())
-    away = sum(float((d.k - mean_k).pow(2).sum() + (d.v - mean_v).pow(2).sum()) for d in lost) / 6
-    assert running.spread == pytest.approx((away / energy) ** 0.5, rel=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["joint", "quantized"])
@@ -70,13 +67,12 @@ def test_a_mean_stored_as_a_patch_after_each_order_is_as_near_as_one_formed_from
     assert 1 - stored < 1.3 * (1 - once)
 
 
-def test_orders_that_agree_have_no_spread():
+def test_orders_that_agree_are_one():
     spec = make_spec()
     base, (one,) = orders(spec, 1)
     running = OrbitMean(spec)
     for start in (3, 40, 700):
         running.add(relocate(one, spec, start), base)
-    assert running.spread < 1e-7
     assert (
         worst(apply_patch(base, compress(running.mean, spec, dtype=F64), spec, 0).k, canonicalise(one, spec).k) < 1e-12
     )

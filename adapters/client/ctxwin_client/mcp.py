@@ -19,6 +19,7 @@ from ctxwin.window.window import Window
 with optional_imports():
     from mcp.server import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
+    from mcp.server.mcpserver.tools import Tool
     from mcp.types import ToolAnnotations
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def _in_turn(tool: Callable[Concatenate[WindowTools, P], Report]) -> Callable[Co
 
 
 class WindowTools:
-    """Tools over a window and its branches. Every tool takes the id of one of them; default: the window.
+    """Tools over a window and its branches, of which ``window`` names one; default: the window itself.
 
     Args:
         window: its owner closes it; `close` closes only the branches.
@@ -160,13 +161,17 @@ def _values(source: Any, *names: str) -> Report:
 
 def mcp_server(tools: WindowTools) -> MCPServer[Any]:
     """Return an MCP server with these tools; ``run()`` speaks over standard input and output until the host ends it."""
-    server: MCPServer[Any] = MCPServer(
+    served = [Tool.from_function(getattr(tools, name), annotations=hints) for name, hints in _HINTS.items()]
+    for tool in served:  # an argument that is not known must not be passed over
+        arguments = tool.fn_metadata.arg_model
+        arguments.model_config["extra"] = "forbid"
+        arguments.model_rebuild(force=True)
+        tool.parameters = arguments.model_json_schema(by_alias=True)
+    return MCPServer(
         "ctxwin",
         instructions="A context window of pictures, clips and texts. plan shows what is in it and what left; look_back "
         "brings chunks back, forget removes one for good, fork opens a branch to try something in.",
         version=ctxwin.__version__,
         log_level="WARNING",
+        tools=served,
     )
-    for name, hints in _HINTS.items():
-        server.add_tool(getattr(tools, name), annotations=hints)
-    return server

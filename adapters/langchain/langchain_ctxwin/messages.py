@@ -376,7 +376,7 @@ def _load(source: Any, kind: str, folder: str | Path | None) -> Any:
         head, comma, data = str(source).partition(",")
         if not comma:
             raise BadMedia(f"a data url must be data:<type>;base64,<data>, got {head[:40]!r}")
-        return _decode_base64(unquote(data), kind) if head.endswith(";base64") else unquote_to_bytes(data)
+        return _decode_base64(unquote(data), kind) if head.lower().endswith(";base64") else unquote_to_bytes(data)
     if scheme in ("http", "https"):
         raise ValueError(
             f"an {kind} must be given as data, got {source!r}; download it first, nothing is fetched silently"

@@ -56,6 +56,9 @@ def test_a_window_in_process_is_looked_back_in_forked_and_forgotten() -> None:
         plan = await call("plan")
         assert plan["placed"] and plan["evicted_count"] == len(plan["evicted"]) > 0
         gone, stays = plan["evicted"][-1]["id"], plan["placed"][-1]["id"]
+        with pytest.raises(RuntimeError, match="branch"):
+            await call("forget", id=stays, branch="another")
+        assert (await call("plan")) == plan, "what a tool does not take must not be done without it"
         assert plan["evicted"][-1]["label"] == "t=0 s [image]"
         asked = await call("ask", query="color of 12?", max_tokens=3)
         assert asked["computed_tokens"] <= asked["prompt_tokens"]
