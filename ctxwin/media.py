@@ -227,6 +227,8 @@ def png(frame: np.ndarray) -> bytes:
     """Encode an RGB picture ``[H, W, 3]`` uint8 without loss. Raises BadMedia for an array that Pillow takes for none."""
     from PIL import Image
 
+    if not frame.size:
+        raise BadMedia(f"an image must not be empty, got an array of shape {frame.shape}")
     buffer = io.BytesIO()
     try:
         picture = Image.fromarray(frame)
