@@ -26,7 +26,6 @@ MAX_SAMPLES = 100_000_000  # of all channels together, as decoded: four bytes ea
 _WAVES = (b"RIFF", b"RIFX", b"RF64")
 _WAVE_TYPES = {(1, 1): "u1", (1, 2): "i2", (1, 3): "i3", (1, 4): "i4", (3, 4): "f4", (3, 8): "f8"}
 """Types of samples in a WAV file, by its tag (1: integers, 3: floats) and their bytes; soundfile reads other ones."""
-_EXTENSIBLE = 0xFFFE  # a tag that stands for the one at the beginning of the format's GUID
 _PLACEHOLDER = 0x7FFF0000
 """Sizes from here on, and 0, may stand for an unknown one: FFmpeg (4 GiB) and SoX and arecord (2 GiB) write them into pipes."""
 _FULL_SCALE = {"uint8": 128.0, "int16": 32768.0, "int32": 2147483648.0}
@@ -69,9 +68,9 @@ def as_samples(
         first, last = _range(start, end, rate, len(audio))
         samples = np.array(audio[first:last])  # its owner may write what comes next into it
     elif not isinstance(audio, str | Path | bytes | bytearray):
-        ways = {list: "; pass np.array(x, dtype='float32')", tuple: "; pass its samples and its sampling_rate apart"}
-        remedy = ways.get(type(audio)) or other_form(audio)
-        raise BadMedia(f"audio must be a path, bytes or a float32 array, got {type(audio).__name__}{remedy}")
+        ways = {"list": "; pass np.array(x, dtype='float32')", "tuple": "; pass its samples and sampling_rate apart"}
+        remedy = ways.get(kind := type(audio).__name__) or other_form(audio)
+        raise BadMedia(f"audio must be a path, bytes or a float32 array, got {kind}{remedy}")
     else:
         if sampling_rate is not None:
             raise BadMedia("sampling_rate is for arrays; a file has its own, so omit it")
@@ -172,7 +171,7 @@ def _read_wav(file: Any, start: float | None, end: float | None) -> tuple[np.nda
     if len(head) < 8 or len(layout) < 16:
         raise ValueError("the file is truncated: it ends within its header; fetch or record it again")
     tag, channels, rate, _, width, _ = struct.unpack(f"{order}HHIIHH", layout[:16])
-    if tag == _EXTENSIBLE:
+    if tag == 0xFFFE:  # extensible: the tag is the beginning of a GUID
         tag = int.from_bytes(layout[24:26], "little")
     kind = _WAVE_TYPES.get((tag, width / max(channels, 1)))
     if kind is None:
@@ -203,10 +202,8 @@ def _read_wav(file: Any, start: float | None, end: float | None) -> tuple[np.nda
 def _check_whole(count: int, first: int, last: int, rate: int) -> None:
     """Raise ValueError if only ``count`` samples of a range could be read."""
     if count < last - first:
-        raise ValueError(
-            f"the file is truncated: it ends early after {(first + count) / rate:.3f} s; fetch or record it again, or pass an "
-            "end before that"
-        )
+        cut = f"the file is truncated: it ends early after {(first + count) / rate:.3f} s"
+        raise ValueError(f"{cut}; fetch or record it again, or pass an end before that")
 
 
 def _read_other(file: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:

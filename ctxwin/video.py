@@ -41,6 +41,7 @@ _ROUNDING = 1e-6, 1e-3
 """Smallest and largest tolerance in seconds for a time that a container has rounded."""
 _USUAL_RATE = 25.0  # frames per second of a stream that does not name its rate
 _FEWER = "sample fewer by fps or frames, or pass a shorter range"
+_WEBP = "pass its frames as a list: [f.copy() for f in PIL.ImageSequence.Iterator(PIL.Image.open(...))]"
 _BACKWARDS = 1.0
 """Seconds by which decoding times may run backwards before a file is taken for several."""
 
@@ -150,11 +151,8 @@ class _File:
                 if is_cut(file):
                     raise self.truncated() from None
                 file.seek(0)
-                start, remedy = file.read(12), "re-encode it as mp4, mkv or webm"
-                if start[8:] == b"WEBP":
-                    remedy = (
-                        "pass its frames as a list: [f.copy() for f in PIL.ImageSequence.Iterator(PIL.Image.open(...))]"
-                    )
+                start = file.read(12)
+                remedy = _WEBP if start[8:] == b"WEBP" else "re-encode it as mp4, mkv or webm"
                 raise BadMedia(
                     f"a video must be decodable, got {self.name}: {error.strerror} in a file that starts with {start!r}; "
                     f"{remedy}"

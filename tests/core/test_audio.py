@@ -123,7 +123,7 @@ def test_what_is_no_sound_is_refused(samples: np.ndarray, tmp_path: Path) -> Non
         (lambda: Chunk.audio(b"RIFF" + held[4:30]), "the file is truncated"),
         (lambda: Chunk.audio(3), "must be a path, bytes or a float32 array"),  # type: ignore[arg-type]
         (lambda: Chunk.audio([0.5], RATE), r"got list; pass np.array\(x, dtype='float32'\)"),  # type: ignore[arg-type]
-        (lambda: Chunk.audio((samples, RATE)), "got tuple; pass its samples and"),  # type: ignore[arg-type]
+        (lambda: Chunk.audio((samples, RATE)), "got tuple; pass its samples and sampling_rate apart"),  # type: ignore[arg-type]
         (lambda: Chunk.audio(torch.zeros(8), RATE), r"got Tensor; pass x.cpu\(\).numpy\(\)"),  # type: ignore[arg-type]
     ]
     for make, message in cases:
