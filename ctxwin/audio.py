@@ -1,4 +1,4 @@
-"""Sound as float32 samples: decoding (WAV by SciPy, other formats by soundfile), resampling, and lossless storage.
+"""Sound as float32 samples: decoding (WAV here, other formats and compressed WAV by soundfile), resampling, lossless storage.
 
 SciPy and soundfile are imported where they are used, so that ``import ctxwin`` loads neither.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-import warnings
+import struct
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ctxwin.errors import BadMedia, MissingExtra
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
-from ctxwin.media import check_file
+from ctxwin.media import check_file, other_form
 from ctxwin.validation import check_numbers
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 RATES = (1_000, 384_000)  # sane numbers of samples a second
 MAX_SAMPLES = 100_000_000  # of all channels together, as decoded: four bytes each, 35 minutes at 48 kHz
 _WAVES = (b"RIFF", b"RIFX", b"RF64")
+_WAVE_TYPES = {(1, 1): "u1", (1, 2): "i2", (1, 3): "i3", (1, 4): "i4", (3, 4): "f4", (3, 8): "f8"}
+"""Types of samples in a WAV file, by its tag (1: integers, 3: floats) and their bytes; soundfile reads other ones."""
+_PLACEHOLDER = 0x7FFF0000
+"""Sizes from here on, and 0, may stand for an unknown one: FFmpeg (4 GiB) and SoX and arecord (2 GiB) write them into pipes."""
 _FULL_SCALE = {"uint8": 128.0, "int16": 32768.0, "int32": 2147483648.0}
 
 
@@ -47,21 +51,26 @@ def as_samples(
     Raises:
         BadMedia: empty, undecodable, not finite, outside `RATES` or over `MAX_SAMPLES` (read from a header before anything is
             decoded), or a range outside the sound.
-        MissingExtra: SciPy is not installed, or soundfile for a format other than WAV.
+        MissingExtra: soundfile is not installed, for a format other than plain WAV.
+
+    Cost: of a plain WAV file only its header and the range are read.
     """
     import numpy as np
 
     if isinstance(audio, np.ndarray):
         if audio.ndim != 1 or audio.dtype != np.float32:
             raise BadMedia(
-                f"an audio array must be [N] float32 mono, got shape {audio.shape} dtype {audio.dtype}; convert it first, "
-                "e.g. (x / 32768).mean(axis=0).astype('float32')"
+                f"an audio array must be [N] float32 mono, got shape {audio.shape} dtype {audio.dtype}; {_conversion(audio)}"
             )
         if sampling_rate is None:
             raise BadMedia("an audio array needs its sampling_rate, got none; pass e.g. sampling_rate=16000")
         rate = _validate_rate(sampling_rate, len(audio))
         first, last = _range(start, end, rate, len(audio))
         samples = np.array(audio[first:last])  # its owner may write what comes next into it
+    elif not isinstance(audio, str | Path | bytes | bytearray):
+        ways = {"list": "; pass np.array(x, dtype='float32')", "tuple": "; pass its samples and sampling_rate apart"}
+        remedy = ways.get(kind := type(audio).__name__) or other_form(audio)
+        raise BadMedia(f"audio must be a path, bytes or a float32 array, got {kind}{remedy}")
     else:
         if sampling_rate is not None:
             raise BadMedia("sampling_rate is for arrays; a file has its own, so omit it")
@@ -119,9 +128,19 @@ def _range(start: float | None, end: float | None, rate: int, frames: int, chann
     return first, last
 
 
-def _decode(audio: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
-    if not isinstance(audio, str | Path | bytes | bytearray):
-        raise BadMedia(f"audio must be a path, bytes or a float32 array, got {type(audio).__name__}")
+def _conversion(array: np.ndarray) -> str:
+    """Return how an array ``x`` of other values or another shape becomes mono samples."""
+    if array.ndim not in (1, 2):
+        return "pass the samples of one sound, e.g. x.squeeze()"
+    scaled = "x" if array.dtype.kind == "f" else f"(x / {_FULL_SCALE.get(array.dtype.name, 32768):.0f})"
+    if array.dtype == "uint8":
+        scaled = "(x / 128 - 1)"
+    # Of soundfile and SciPy channels are the columns, of librosa and torchaudio the rows.
+    mixed = "" if array.ndim == 1 else f".mean(axis={int(array.shape[0] >= array.shape[1])})"
+    return f"convert it first: {scaled}{mixed}.astype('float32')"
+
+
+def _decode(audio: str | Path | bytes | bytearray, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
     if isinstance(audio, str | Path):
         check_file(audio, "an audio")
     if not audio:
@@ -135,30 +154,56 @@ def _decode(audio: Any, start: float | None, end: float | None) -> tuple[np.ndar
     except (BadMedia, MissingExtra):
         raise
     except Exception as error:  # readers raise arbitrary errors on malformed files, MemoryError included
-        raise BadMedia(f"audio must be decodable, got {name}: {error}") from error
+        reason = getattr(error, "error_string", error)  # libsndfile's without the address of the file object
+        raise BadMedia(f"audio must be decodable, got {name}: {reason}") from error
 
 
 def _read_wav(file: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
-    """Read a WAV file completely; 24 bits become the upper ones of 32."""
+    """Read a range of a WAV file of integers or floats; 24 bits become the upper ones of 32."""
     import numpy as np
 
-    with optional_imports("audio"):
-        from scipy.io import wavfile
-    with warnings.catch_warnings():  # unknown chunks are skipped, and a truncated file is read as far as it goes
-        warnings.simplefilter("ignore", wavfile.WavFileWarning)
-        rate, samples_in_file = wavfile.read(file)
-    channels = 1 if samples_in_file.ndim == 1 else samples_in_file.shape[1]
-    rate = _validate_rate(int(rate), len(samples_in_file))
-    first, last = _range(start, end, rate, len(samples_in_file), channels)
-    selection = samples_in_file[first:last]
-    if selection.dtype.kind == "f":
-        samples = selection.astype(np.float32)
-    elif selection.dtype.name in _FULL_SCALE:
-        scale = np.float32(_FULL_SCALE[selection.dtype.name])
-        samples = (selection.astype(np.float32) - (scale if selection.dtype == np.uint8 else 0)) / scale
+    order, layout, long_size = ">" if file.read(12)[:4] == b"RIFX" else "<", b"", b""
+    while (head := file.read(8))[:4] != b"data" and len(head) == 8:
+        (size,) = struct.unpack(f"{order}4xI", head)
+        body = file.read(min(size, 40))
+        layout, long_size = body if head[:4] == b"fmt " else layout, body[8:16] if head[:4] == b"ds64" else long_size
+        file.seek(size + size % 2 - len(body), io.SEEK_CUR)
+    if len(head) < 8 or len(layout) < 16:
+        raise ValueError("the file is truncated: it ends within its header; fetch or record it again")
+    tag, channels, rate, _, width, _ = struct.unpack(f"{order}HHIIHH", layout[:16])
+    if tag == 0xFFFE:  # extensible: the tag is the beginning of a GUID
+        tag = int.from_bytes(layout[24:26], "little")
+    kind = _WAVE_TYPES.get((tag, width / max(channels, 1)))
+    if kind is None:
+        file.seek(0)
+        return _read_other(file, start, end)
+    (size,) = struct.unpack(f"{order}4xI", head)
+    size = int.from_bytes(long_size, "little") if size == 0xFFFFFFFF and long_size else size
+    begin = file.tell()
+    present = file.seek(0, io.SEEK_END) - begin
+    size = present if size == 0 or (size >= _PLACEHOLDER and size > present) else size
+    first, last = _range(start, end, _validate_rate(rate, size // width), size // width, channels)
+    file.seek(begin + first * width)
+    raw = file.read((last - first) * width)
+    _check_whole(len(raw) // width, first, last, rate)
+    if kind == "i3":
+        padded = np.zeros((len(raw) // 3, 4), dtype=np.uint8)
+        padded[:, 1:] = np.frombuffer(raw, np.uint8).reshape(-1, 3)[:, :: 1 if order == "<" else -1]
+        values = padded.view("<i4")
     else:
-        raise BadMedia(f"a WAV file must have samples of 8, 16, 24 or 32 bits or floats, got {selection.dtype.name}")
-    return samples if samples.ndim == 1 else samples.mean(axis=1, dtype=np.float32), rate
+        values = np.frombuffer(raw, order + kind)
+    samples = values.reshape(-1, channels).astype(np.float32)
+    if values.dtype.kind != "f":
+        scale = np.float32(_FULL_SCALE[values.dtype.name])
+        samples = (samples - (scale if kind == "u1" else 0)) / scale
+    return samples[:, 0] if channels == 1 else samples.mean(axis=1, dtype=np.float32), rate
+
+
+def _check_whole(count: int, first: int, last: int, rate: int) -> None:
+    """Raise ValueError if only ``count`` samples of a range could be read."""
+    if count < last - first:
+        cut = f"the file is truncated: it ends early after {(first + count) / rate:.3f} s"
+        raise ValueError(f"{cut}; fetch or record it again, or pass an end before that")
 
 
 def _read_other(file: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
@@ -170,8 +215,8 @@ def _read_other(file: Any, start: float | None, end: float | None) -> tuple[np.n
     with soundfile.SoundFile(file) as opened:
         rate = _validate_rate(int(opened.samplerate), int(opened.frames))
         first, last = _range(start, end, rate, int(opened.frames), int(opened.channels))
-        opened.seek(first)
+        if first:  # GSM 6.10 cannot be sought in
+            opened.seek(first)
         samples_in_file = opened.read(last - first, dtype="float32", always_2d=True)
-    if len(samples_in_file) < last - first:
-        raise BadMedia(f"the file ended after {len(samples_in_file)} of {last - first} samples: it is truncated")
+    _check_whole(len(samples_in_file), first, last, rate)
     return samples_in_file.mean(axis=1, dtype=np.float32), rate

@@ -95,7 +95,9 @@ def as_rgb(image: Any, *, copy: bool = False) -> np.ndarray:
     except BadMedia as error:
         raise BadMedia(f"{image}: {error}" if isinstance(image, str | Path) else str(error)) from None
     except Exception as error:  # Pillow's decoders raise whatever a broken file leads them to
-        raise BadMedia(f"an image must be decodable, got {_name(image)}: {error or type(error).__name__}") from error
+        raise BadMedia(
+            f"an image must be decodable, got {_name(image)}: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def _conversion(array: np.ndarray) -> str:
@@ -111,6 +113,12 @@ def _conversion(array: np.ndarray) -> str:
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
         return "put its channels last: x.transpose(1, 2, 0)"
     return "where it is grey or has alpha, pass a Pillow image: Image.fromarray(x.squeeze())"
+
+
+def other_form(media: Any) -> str:
+    """Return how a file or tensor becomes bytes or an array, as the end of a message; "" for other objects."""
+    ways = {"getvalue": "pass its getvalue()", "read": "pass what its read() returns", "numpy": "pass x.cpu().numpy()"}
+    return next((f"; {way}" for name, way in ways.items() if hasattr(media, name)), "")
 
 
 def check_file(path: str | Path, what: str) -> None:
@@ -155,15 +163,8 @@ def open_picture(media: str | Path | bytes | bytearray, formats: Sequence[str] =
     from PIL import Image, UnidentifiedImageError
 
     if not isinstance(media, str | Path | bytes | bytearray):
-        ways = {
-            "getvalue": "pass its getvalue()",
-            "read": "pass what its read() returns",
-            "numpy": "pass x.cpu().numpy()",
-        }
-        remedy = next((f"; {way}" for name, way in ways.items() if hasattr(media, name)), "")
-        raise BadMedia(
-            f"an image must be a path, PIL image, HxWx3 uint8 array or bytes, got {type(media).__name__}{remedy}"
-        )
+        wanted = "a path, PIL image, HxWx3 uint8 array or bytes"
+        raise BadMedia(f"an image must be {wanted}, got {type(media).__name__}{other_form(media)}")
     if isinstance(media, str | Path):
         check_file(media, "an image")
     try:
@@ -188,10 +189,15 @@ def open_picture(media: str | Path | bytes | bytearray, formats: Sequence[str] =
             f"an image must be decodable and of {', '.join(names)}, got {kind} in {_name(media)}; save it as PNG, "
             "or open it with Pillow and pass the picture"
         ) from None
+    except Image.DecompressionBombError as error:  # Pillow's own bound, which is higher
+        most = f"an image must have at most {MAX_PIXELS:,} pixels"
+        raise BadMedia(f"{most}, got {_name(media)}: {error}; shrink it first") from None
     except MemoryError:
         raise
     except Exception as error:  # as above
-        raise BadMedia(f"an image must be decodable, got {_name(media)}: {error or type(error).__name__}") from error
+        raise BadMedia(
+            f"an image must be decodable, got {_name(media)}: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def _name(media: Any) -> str:
@@ -227,6 +233,8 @@ def png(frame: np.ndarray) -> bytes:
     """Encode an RGB picture ``[H, W, 3]`` uint8 without loss. Raises BadMedia for an array that Pillow takes for none."""
     from PIL import Image
 
+    if not frame.size:
+        raise BadMedia(f"an image must not be empty, got an array of shape {frame.shape}")
     buffer = io.BytesIO()
     try:
         picture = Image.fromarray(frame)

@@ -41,6 +41,7 @@ _ROUNDING = 1e-6, 1e-3
 """Smallest and largest tolerance in seconds for a time that a container has rounded."""
 _USUAL_RATE = 25.0  # frames per second of a stream that does not name its rate
 _FEWER = "sample fewer by fps or frames, or pass a shorter range"
+_WEBP = "pass its frames as a list: [f.copy() for f in PIL.ImageSequence.Iterator(PIL.Image.open(...))]"
 _BACKWARDS = 1.0
 """Seconds by which decoding times may run backwards before a file is taken for several."""
 
@@ -110,7 +111,7 @@ class _Timeline:
         stop: end of the last frame; infinite if reading stopped after the range.
         gap: length of a frame, by which a range may be too long.
         rounding: tolerance for times that the container has rounded.
-        rate: frames per second of a file without timestamps; 0 for others.
+        counted: the n-th frame shown has the n-th start, whatever its own time: it has none, or in AVI one that FFmpeg guessed.
     """
 
     origin: float
@@ -118,7 +119,7 @@ class _Timeline:
     stop: float
     gap: float
     rounding: float
-    rate: float
+    counted: bool
 
 
 class _File:
@@ -150,9 +151,11 @@ class _File:
                 if is_cut(file):
                     raise self.truncated() from None
                 file.seek(0)
+                start = file.read(12)
+                remedy = _WEBP if start[8:] == b"WEBP" else "re-encode it as mp4, mkv or webm"
                 raise BadMedia(
-                    f"a video must be decodable, got {self.name}: {error.strerror} in a file that starts with "
-                    f"{file.read(12)!r}; re-encode it as mp4, mkv or webm"
+                    f"a video must be decodable, got {self.name}: {error.strerror} in a file that starts with {start!r}; "
+                    f"{remedy}"
                 ) from None
             with container:
                 yield container, self._video_stream(container, file)
@@ -198,7 +201,7 @@ class _File:
             only = f", only {' and '.join(sorted(others))}" if others else ""
             sound = "; sound is a Chunk.audio" if "audio" in others else "; pass a file that shows something"
             raise BadMedia(f"a video must have a video stream, got no video stream in {self.name}{only}{sound}")
-        stream = streams[0]
+        stream = next((s for s in streams if s.frames != 1), streams[0])  # in AVIF a still is in front of the animation
         if stream.codec_context is None:
             raise self.no_decoder(codec_tag(file))
         if stream.width and stream.height:  # unknown for a stream that was recorded from its middle
@@ -248,7 +251,8 @@ def _read_timeline(container: Any, stream: Any, end: float | None) -> _Timeline:
     origin = _player_start(container, stream)
     starts: list[float] = []
     durations: dict[float, float] = {}
-    count, latest, past_end = 0, -math.inf, False
+    count, latest, past_end, guessed = 0, -math.inf, False, False
+    has_pts = container.format.name != "avi"
     with contextlib.suppress(FFmpegError):  # a file that ends in the middle of a packet ends there
         for packet in container.demux(stream):
             if not packet.size or packet.is_corrupt:
@@ -265,22 +269,22 @@ def _read_timeline(container: Any, stream: Any, end: float | None) -> _Timeline:
                 if end is not None and origin is not None and decoded_at - origin > end:
                     past_end = True
                     break
-            shown_at = decoded_at if packet.pts is None else float(packet.pts * base)
+            guessed |= not has_pts and packet.pts != packet.dts
+            shown_at = float(packet.pts * base) if has_pts and packet.pts is not None else decoded_at
             if shown_at is not None and not packet.is_discard:
                 starts.append(shown_at)
                 durations[shown_at] = float((packet.duration or 0) * base)
     if not starts:
         starts, durations = [i / rate for i in range(count)], {}
-        origin, timed = 0.0, False
+        origin, guessed = 0.0, True
     else:
-        timed = True
         origin = min(starts) if origin is None else min(origin, *starts)
     starts.sort()
     gap = (durations.get(starts[-1], 0.0) or 1 / rate) if starts else 0.0
     ends = math.inf if past_end else (starts[-1] + gap - origin if starts else 0.0)
     smallest, largest = _ROUNDING
     rounding = max(smallest, min(float(base) / 2, largest)) + smallest
-    return _Timeline(origin, [s - origin for s in starts], ends, max(gap, 1 / rate), rounding, 0.0 if timed else rate)
+    return _Timeline(origin, [s - origin for s in starts], ends, max(gap, 1 / rate), rounding, guessed)
 
 
 def _player_start(container: Any, stream: Any) -> float | None:
@@ -317,9 +321,9 @@ def _frames_at(
         while len(frames_pixels) < len(times) and times[len(frames_pixels)] + timeline.rounding < until:
             frames_pixels.append(pixels)
 
-    for frame in _decode(file, container, stream):
-        if timeline.rate:
-            time = 0.0 if previous is None else now + 1 / timeline.rate
+    for number, frame in enumerate(_decode(file, container, stream)):
+        if timeline.counted:
+            time = timeline.starts[number] if number < len(timeline.starts) else math.inf
         else:
             time = now if frame.pts is None else max(now, float(frame.pts * frame.time_base) - timeline.origin)
         if previous is not None:

@@ -24,7 +24,7 @@ def is_cut(file: BinaryIO) -> bool:
             if end > size:
                 return True
             names.add(name)
-        return not names & {b"moov", b"moof"}
+        return not names & {b"moov", b"moof", b"meta"}  # the last of a still in AVIF
     if head[:4] == _EBML:
         return _segment_end(file) > size
     if head[:4] == b"RIFF":

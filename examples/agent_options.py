@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.baselines import NAMES, Ledger
 from ctxwin.engines.base import Engine
+from ctxwin.errors import BadMedia
 from ctxwin.video import decode_video
 from ctxwin.view import Trace
 
@@ -60,10 +61,10 @@ def decoded(video: Path, seconds: int, side: int = 448) -> list[np.ndarray]:
     """One frame a second of a video, the first ``seconds`` of it, at most ``side`` pixels wide and high."""
     import cv2
 
-    capture = cv2.VideoCapture(str(video))
-    longer = capture.get(cv2.CAP_PROP_FRAME_COUNT) > seconds * capture.get(cv2.CAP_PROP_FPS)
-    capture.release()
-    frames = decode_video(video, end=seconds if longer else None, fps=1.0)[0]
+    try:
+        frames = decode_video(video, end=seconds, fps=1.0)[0]
+    except BadMedia:  # it is shorter, or the reason stands
+        frames = decode_video(video, fps=1.0)[0]
     scale = min(1.0, side / max(frames.shape[1:3]))
     if scale == 1:
         return list(frames)

@@ -173,7 +173,11 @@ class VideoFootage(_OpenFootage):
     def __init__(
         self, path: Path, fps: float, questions: Sequence[str] = (), limit: int | None = None, least: int = 1
     ) -> None:
-        decoded, rate = decode_video(path, fps=fps)
+        end = None if limit is None else max(limit, least) / fps
+        try:
+            decoded, rate = decode_video(path, end=end, fps=fps)
+        except BadMedia:  # it is shorter, or the reason stands
+            decoded, rate = decode_video(path, fps=fps)
         if len(decoded) < least:
             raise BadMedia(
                 f"the video must give at least {least} frames, got {len(decoded)} at {fps:g} a second; raise --fps or "

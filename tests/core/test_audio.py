@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import struct
 import sys
+import tracemalloc
 import wave
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,12 +115,69 @@ def test_what_is_no_sound_is_refused(samples: np.ndarray, tmp_path: Path) -> Non
         (lambda: Chunk.audio(held, start=1.0), "ends at 1.000 s"),
         (lambda: Chunk.audio(b""), "must not be empty"),
         (lambda: Chunk.audio(tmp_path / "none.wav"), "must be a readable file"),
-        (lambda: Chunk.audio(held[:20]), "must be decodable, got audio in memory"),
+        (
+            lambda: Chunk.audio(held[:20]),
+            "must be decodable, got audio in memory: the file is truncated: it ends within",
+        ),
+        (lambda: Chunk.audio(held[:-1000]), r"is truncated: it ends early after 0.938 s; fetch .* an end before that"),
+        (lambda: Chunk.audio(b"RIFF" + held[4:30]), "the file is truncated"),
         (lambda: Chunk.audio(3), "must be a path, bytes or a float32 array"),  # type: ignore[arg-type]
+        (lambda: Chunk.audio([0.5], RATE), r"got list; pass np.array\(x, dtype='float32'\)"),  # type: ignore[arg-type]
+        (lambda: Chunk.audio((samples, RATE)), "got tuple; pass its samples and sampling_rate apart"),  # type: ignore[arg-type]
+        (lambda: Chunk.audio(torch.zeros(8), RATE), r"got Tensor; pass x.cpu\(\).numpy\(\)"),  # type: ignore[arg-type]
     ]
     for make, message in cases:
         with pytest.raises(BadMedia, match=message):
             make()
+
+
+def test_what_a_message_says_of_an_array_makes_a_sound_of_it(samples: np.ndarray) -> None:
+    whole = (samples * 32768).astype(np.int16)
+    for wrong in (samples.astype(float), whole, whole.astype(np.int32) << 16, np.stack([whole, whole], 1)):
+        for array in (wrong, wrong.T):
+            with pytest.raises(BadMedia, match="convert it first: ") as caught:
+                Chunk.audio(array, RATE)
+            converted = eval(str(caught.value).partition("convert it first: ")[2], {"x": array})
+            assert Chunk.audio(converted, RATE).id == Chunk.audio(samples, RATE).id
+    with pytest.raises(BadMedia, match=r"convert it first: \(x / 128 - 1\)"):
+        Chunk.audio(np.zeros(8, dtype=np.uint8), RATE)
+
+
+def test_only_the_range_of_a_long_file_is_read(tmp_path: Path) -> None:
+    path, size = tmp_path / "long.wav", 2_000_000_000
+    head = bytearray(wav(np.zeros(1, dtype=np.float32))[:44])
+    struct.pack_into("<I", head, 40, size)
+    with path.open("wb") as file:  # a sparse one
+        file.write(head)
+        file.seek(RATE * 2, io.SEEK_CUR)
+        file.write(b"\1\0")
+        file.truncate(44 + size)
+    tracemalloc.start()
+    got = as_samples(path, start=1.0, end=2.0)[0]
+    with pytest.raises(BadMedia, match="at most 100,000,000 samples in all channels, got 1,000,000,000"):
+        Chunk.audio(path)
+    assert len(got) == RATE and got[0] == 1 / 32768 and tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("size", [0, 0xFFFFFFFF, 0x80000000])
+def test_a_recorder_that_could_not_seek_leaves_the_size_open(samples: np.ndarray, size: int) -> None:
+    held = bytearray(wav(samples))
+    struct.pack_into("<I", held, 40, size)
+    assert Chunk.audio(bytes(held)).id == Chunk.audio(samples, RATE).id
+
+
+@pytest.mark.parametrize("kind", ["ULAW", "ALAW", "IMA_ADPCM", "MS_ADPCM", "GSM610", "DOUBLE", "RIFX", "RF64", "WAVEX"])
+def test_wav_files_of_all_kinds_are_heard_as_soundfile_hears_them(kind: str, samples: np.ndarray) -> None:
+    soundfile, buffer = pytest.importorskip("soundfile"), io.BytesIO()
+    options = {"format": "WAV", "subtype": kind}
+    if kind in ("RIFX", "RF64", "WAVEX"):
+        options = {"format": kind, "subtype": "PCM_24"} if kind != "RIFX" else {"format": "WAV", "endian": "BIG"}
+    heard = samples if kind == "GSM610" else np.stack([samples, -0.5 * samples], 1)
+    soundfile.write(buffer, heard, RATE, **options)
+    theirs = soundfile.read(io.BytesIO(buffer.getvalue()), dtype="float32", always_2d=True)[0].mean(1)
+    ours, rate = as_samples(buffer.getvalue())
+    assert rate == RATE and np.array_equal(ours, theirs)
 
 
 def test_sound_is_bounded(samples: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +209,7 @@ def test_a_size_that_lies_allocates_nothing(samples: np.ndarray) -> None:
 def test_a_missing_extra_is_named(samples: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.io", None)
     with pytest.raises(MissingExtra, match=r"scipy is not installed; run pip install 'ctxwin\[audio\]'"):
-        Chunk.audio(wav(samples))
+        pack_samples(samples, RATE)
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(MissingExtra, match=r"soundfile is not installed; run pip install 'ctxwin\[audio\]'"):
         Chunk.audio(b"fLaC" + bytes(99))

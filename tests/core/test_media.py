@@ -66,6 +66,13 @@ def test_pixels_are_counted_before_they_are_decoded() -> None:
         as_rgb(bytes(wide))
 
 
+def test_what_pillow_refuses_by_its_own_bound_is_told_to_shrink() -> None:
+    with pytest.raises(
+        BadMedia, match=r"at most 100,000,000 pixels, got an image in memory: .* bomb.*; shrink it first"
+    ):
+        as_rgb(b"P6 30000 30000 255\n")
+
+
 def test_a_jpeg_of_many_scans_is_refused() -> None:
     raw = encoded("JPEG", (64, 64), progressive=True)
     assert as_rgb(raw).shape == (64, 64, 3)

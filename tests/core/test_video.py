@@ -16,7 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import PIL.ImageSequence
 import pytest
+from PIL import Image
 
 import ctxwin.video
 from core.videos import CLOCK, SCREEN, VideoFile, corpus, drawing, mirrored, number_of, shifted, write, write_sound
@@ -35,13 +37,11 @@ def files() -> list[VideoFile]:
 def second_reader(raw: bytes) -> tuple[list[np.ndarray], list[float]]:
     """All frames of a file as PyAV gives them, upright, and their times from the beginning of the container."""
     with av.open(io.BytesIO(raw)) as container:
-        origin = (container.start_time or 0) / av.time_base
-        frames = list(container.decode(video=0))
+        origin, steady = (container.start_time or 0) / av.time_base, container.format.name == "avi"
+        frames, rate = list(container.decode(video=0)), container.streams.video[0].average_rate
     turns = frames[0].rotation // 90
-    return (
-        [np.rot90(f.to_ndarray(format="rgb24"), turns) for f in frames],
-        [float(f.pts * f.time_base) - origin for f in frames],
-    )
+    times = [float(i / rate if steady else f.pts * f.time_base - origin) for i, f in enumerate(frames)]
+    return [np.rot90(f.to_ndarray(format="rgb24"), turns) for f in frames], times
 
 
 def opencv(raw: bytes, folder: Path) -> list[np.ndarray]:
@@ -163,6 +163,26 @@ def test_a_mirrored_video_is_seen_as_in_a_player() -> None:
     raw = write("mp4", "libx264", CLOCK[:3])
     plain, other = (decode_video(r, fps=10.0)[0] for r in (raw, mirrored(raw)))
     assert np.array_equal(plain[:, :, ::-1], other)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "AVIF", "WEBP"])
+def test_an_animation_is_a_video_of_its_frames(kind: str) -> None:
+    pictures, buffer = [Image.fromarray(drawing(i)) for i in range(4)], io.BytesIO()
+    options = {"save_all": True, "append_images": pictures[1:], "duration": [100, 200, 400, 100]}
+    pictures[0].save(buffer, kind, **options)
+    if kind == "WEBP":
+        with pytest.raises(
+            BadMedia, match=r"pass its frames as a list: \[f\.copy\(\) for f in PIL\.ImageSequence"
+        ) as caught:
+            Chunk.video(buffer.getvalue())
+        code = str(caught.value).partition("a list: ")[2].replace("...", "buffer")
+        shown = Chunk.video(eval(code, {"PIL": PIL, "buffer": buffer}), fps=10.0)
+        pixels, numbers = shown.pixels(shown.media[0]), [0, 1, 2, 3]
+    else:
+        pixels, numbers = decode_video(buffer.getvalue(), fps=10.0)[0], [0, 1, 1, 2, 2, 2, 2, 3]
+        pictures[0].save(still := io.BytesIO(), kind)
+        assert kind == "PNG" or number_of(decode_video(still.getvalue())[0][0]) == 0
+    assert pixels is not None and [number_of(p) for p in pixels] == numbers
 
 
 def test_a_stream_that_is_joined_in_its_middle_shows_what_can_be_decoded() -> None:

@@ -225,7 +225,16 @@ def test_a_video_shorter_than_the_window_is_refused(tmp_path: Path) -> None:
     clip = tmp_path / "short.mp4"
     assert len(WorldFootage(clip, 5, 3, 3).chunks) == 3
     with pytest.raises(ValueError, match="at least 4 frames, got 3"):
-        VideoFootage(clip, 1.0, least=4)
+        VideoFootage(clip, 1.0, limit=2, least=4)
+    assert len(VideoFootage(clip, 1.0, limit=28).chunks) == 3
+
+
+def test_of_a_long_video_only_its_beginning_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = tmp_path / "long.mp4"
+    assert len(WorldFootage(clip, 5, 9, 3).chunks) == 9
+    monkeypatch.setattr("ctxwin.media.MAX_FRAMES", 8)
+    footage = VideoFootage(clip, 1.0, limit=4)
+    assert len(footage.chunks) == 4 and footage.times == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_text_model_reads_a_log(text_dir: Path, tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import runpy
 import sys
+from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from langgraph.checkpoint.memory import InMemorySaver
+from PIL import Image
 
+from core.videos import number_of, write
 from ctxwin import open_engine
 from ctxwin.errors import BadMedia
 from ctxwin.tiny import world
@@ -107,8 +113,39 @@ def test_a_long_large_video_is_cut_and_made_smaller(example: ModuleType, tmp_pat
     assert [frame.shape for frame in frames] == [(224, 448, 3)] * 3
     assert [round(frame.mean() / 40) for frame in frames] == [0, 1, 2]
     assert len(example.agent_options.decoded(clip, 30)) == 5
+    clip.write_bytes(write("webm", "libvpx", [Fraction(i) for i in range(12)], options={"live": "1"}))  # of no length
+    assert len(example.agent_options.decoded(clip, 9)) == 9
     with pytest.raises(BadMedia):
         example.agent_options.decoded(tmp_path / "none.mp4", 3)
+
+
+def test_a_camera_pushes_a_video_at_its_own_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clip, pushed = tmp_path / "clip.mkv", list[tuple[int, float]]()
+    clip.write_bytes(write("matroska", "ffv1", [Fraction(1001 * i, 24_000) for i in range(72)]))
+
+    def push(raw: bytes, text: str, time: float) -> None:
+        pushed.append((number_of(np.asarray(Image.open(io.BytesIO(raw)))), time))
+        assert text == f"t={time:g} s"
+
+    state = SimpleNamespace(placed=[], dropped=0)
+    live = SimpleNamespace(push=push, stream=lambda *_, **__: ["a cat"], settle=lambda: None, state=state)
+    window = SimpleNamespace(id="w", ids=[], evicted=[])
+    monkeypatch.setattr("ctxwin_client.LiveStream", lambda *_, **__: nullcontext(live))
+    monkeypatch.setattr("ctxwin_client.RemoteWindow", lambda *_, **__: nullcontext(window))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+    def run(video: Path) -> None:
+        monkeypatch.setattr(
+            sys, "argv", ["live_camera.py", "--video", str(video), "--question", "what?", "--seconds", "2"]
+        )
+        runpy.run_path(str(EXAMPLES / "live_camera.py"))
+
+    run(clip)
+    assert [number for number, _ in pushed] == [0, 6, 12, 18, 24, 30, 36, 42]
+    assert all(abs(time - number * 1001 / 24_000) < 1e-3 for number, time in pushed)
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path / "none.mkv")
+    assert caught.value.code == 2
 
 
 class Silent:

@@ -17,6 +17,7 @@ from PIL import Image
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.video import decode_video
+from ctxwin.view.thumbnail import thumbnail
 from ctxwin.view.totals import in_words, totals
 from ctxwin.view.trace import Trace, read_trace
 from window.fake import FakeEngine
@@ -121,6 +122,20 @@ def test_the_thumbnail_of_a_clip_is_its_first_frame(engine: FakeEngine, path: Pa
     first, second = read_trace(path).chunks.values()
     assert abs(decoded(first).mean() - decode_video(clip, 1.0, 2.0)[0][0].mean()) < 4
     assert abs(decoded(second).mean() - decode_video(clip, 2.0)[0][0].mean()) < 4
+
+
+def test_a_file_that_was_overwritten_has_no_thumbnail(engine: FakeEngine, path: Path, tmp_path: Path) -> None:
+    latest, sound = tmp_path / "latest.png", np.zeros(8000, dtype=np.float32)
+    with Trace(path) as trace, Window(engine) as window:
+        for value in (9, 90):
+            Image.fromarray(picture(value)).save(latest)
+            window.append(Chunk.image(latest).light())
+        heard = Chunk.audio(sound, 8000).parts
+        assert thumbnail(engine.repo, Chunk(parts=heard)) is None
+        assert thumbnail(engine.repo, Chunk(parts=(*heard, *Chunk.image(latest).parts)))
+        trace.watch(window)
+    first, second = read_trace(path).chunks.values()
+    assert "thumbnail" not in first and abs(decoded(second).mean() - 90) < 3
 
 
 def test_pictures_can_be_left_out(engine: FakeEngine, path: Path) -> None:

@@ -23,11 +23,11 @@ from ctxwin.window.answer import Answer
 from ctxwin.window.ask import AskOptions
 from ctxwin.window.stream import AsyncTextStream
 from ctxwin_client import transport
-from ctxwin_client.errors import from_body
+from ctxwin_client.errors import TooLarge, from_body
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_MAX_MESSAGE_BYTES, _HISTORY = 64 << 20, 256
+_MAX_MESSAGE_BYTES, _MAX_FRAME_BYTES, _HISTORY = 64 << 20, 16 << 20, 256
 _OUTSIDE = "a live stream must be used within its with block, got a call outside; open another for the same window"
 
 
@@ -81,13 +81,13 @@ class AsyncLiveStream:
         Args:
             picture: an encoded picture, sent unchanged, or pixels ``[height, width, 3]`` uint8, sent as PNG.
             text: a line before the picture.
-            time: time of the picture in seconds, for `recall`.
-            metadata: ``label``, ``pin``, ``priority``, ``keep_source``.
+            time: of the picture in seconds, for `recall`.
+            metadata: ``label``, before which the time stands; ``pin``, ``priority``, ``keep_source``.
         """
         raw = png(picture) if isinstance(picture, np.ndarray) else picture
         if not isinstance(raw, bytes | bytearray | memoryview):
             raise TypeError(f"picture must be an encoded picture in bytes or an array, got {type(picture).__name__}")
-        head = {"text": text, **({} if time is None else {"time": time}), **metadata}
+        head = {"text": text, **({} if time is None else {"time": float(time)}), **metadata}
         return await self._push(json.dumps(head).encode() + b"\n" + raw)
 
     async def tell(self, text: str, *, pin: bool = True) -> int:
@@ -95,9 +95,12 @@ class AsyncLiveStream:
         return await self._push(json.dumps({"type": "push", "chunk": {"type": "text", "text": text, "pin": pin}}))
 
     async def settle(self) -> None:
-        """Wait until every pushed frame is placed, dropped or has failed."""
+        """Wait until every pushed frame is placed, dropped or has failed; EngineFailed if the connection ends before."""
         async with self._progress:
             await self._progress.wait_for(lambda: self._settled >= self.pushed or self._reader.done())
+        if unsettled := max(0, self.pushed - self._settled):
+            lost = f"{unsettled} of {self.pushed} frames unsettled"
+            raise EngineFailed(f"the live stream has ended with {lost}; open another and push what the window lacks")
 
     async def ask(
         self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
@@ -135,6 +138,9 @@ class AsyncLiveStream:
                     await self._send(json.dumps({"type": "stop", "id": name}))
 
     async def _push(self, message: bytes | str) -> int:
+        if len(message) > _MAX_FRAME_BYTES:  # which would end the stream
+            most = f"a frame must have at most {_MAX_FRAME_BYTES} bytes"
+            raise TooLarge(f"{most}, got {len(message)}; shrink it, or send it as JPEG")
         self.pushed = number = self.pushed + (self._socket is not None)
         await self._send(message)
         return number

@@ -115,6 +115,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._taken = 0
         begun = self._begun
         super().data_received(data)
+        if self.transport.get_protocol() is not self:  # a socket now, for which no header is awaited
+            return
         if self._begun != begun and self._begun > 1:
             self._overhead = 0  # what of it is another request's is less than one read
         else:

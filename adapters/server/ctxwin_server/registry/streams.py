@@ -168,8 +168,8 @@ class LiveStream:
         """Decode a frame, make room for it, place and prefill it. All or nothing, except for the prefill."""
         push, options = frame.push, frame.options
         chunk = self.streams.context().uploads.build(push.chunk, frame.files)
-        if push.time is not None and not chunk.label:
-            chunk = chunk.model_copy(update={"label": f"{_TIME}{push.time!r}"})
+        if push.time is not None:
+            chunk = chunk.model_copy(update={"label": f"{_TIME}{push.time!r} {chunk.label}".rstrip()})
         with self.editing() as window:
             begin = time.perf_counter()
             with self.streams.running(digest("frame", self.streams.tenant, chunk.id)):
@@ -322,9 +322,9 @@ def stream_answer(window: Window, question: Question, put: Put, stopped: Stopped
 
 
 def _time_of(label: str | None) -> float | None:
-    """Return the time in a pushed chunk's label, the only part of a stream that a window's snapshot keeps."""
+    """Return the time before a pushed chunk's label, the only part of a stream that a window's snapshot keeps."""
     try:
-        return float(label.removeprefix(_TIME)) if label and label.startswith(_TIME) else None
+        return float(label.removeprefix(_TIME).partition(" ")[0]) if label and label.startswith(_TIME) else None
     except ValueError:
         return None
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -17,6 +18,7 @@ from fastapi.responses import StreamingResponse
 from adapters.server.app.test_authentication import status
 from adapters.server.calls import call, wait_for
 from adapters.server.serving import Server, serving
+from ctxwin_client import LiveStream, RemoteWindow
 from ctxwin_server.http.connections import ConnectionLimits, bound_connections
 from ctxwin_server.protocol.limits import Limits
 
@@ -159,6 +161,16 @@ def test_an_answer_that_is_read_slowly_goes_on(short: Server) -> None:
             time.sleep(0.1)
         assert len(short.passed) == before
     wait_for(lambda: len(short.passed) > before)
+
+
+def test_a_socket_outlives_the_time_for_headers(short: Server) -> None:
+    client = short.client("only")
+    with RemoteWindow(client, "You watch a camera.", 400) as window, LiveStream(client, window.id) as live:
+        for _ in range(3):
+            live.push(np.zeros((8, 8, 3), dtype=np.uint8))
+            time.sleep(2 * SHORT.header_s)
+            live.settle()
+        assert len(live.state.placed) == 3
 
 
 def test_one_peer_does_not_hold_all_connections(short: Server) -> None:

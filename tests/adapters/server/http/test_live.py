@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -247,11 +248,40 @@ def test_use_outside_of_the_with_block_says_so(server: Server, window: RemoteWin
         for _ in range(2):
             with pytest.raises(EngineFailed, match=r"must be used within its with block|has ended"):
                 await stream.push(png(PIXELS[0]))
-            await asyncio.wait_for(stream.settle(), 30)
+            with contextlib.nullcontext() if not stream.pushed else pytest.raises(EngineFailed, match="1 of 1 frames"):
+                await asyncio.wait_for(stream.settle(), 30)
             async with stream:
                 pass
 
     asyncio.run(outside())
+
+
+def test_frames_of_a_connection_that_broke_are_not_settled(server: Server, window: RemoteWindow) -> None:
+    async def broken() -> None:
+        async with AsyncLiveStream(server.client(), window.id) as live:
+            await live.push(png(PIXELS[0]))
+            await live.settle()
+            with server.service.tenant_state("").streams.turn(window.id):  # nothing can be placed meanwhile
+                await live.push(png(PIXELS[1]))
+                assert live._socket is not None
+                live._socket.transport.abort()
+                with pytest.raises(EngineFailed, match="ended with 1 of 2 frames unsettled"):
+                    await asyncio.wait_for(live.settle(), 30)
+
+    asyncio.run(broken())
+
+
+def test_a_frame_that_no_server_takes_is_refused_and_the_stream_goes_on(server: Server, window: RemoteWindow) -> None:
+    with LiveStream(server.client(), window.id) as live:
+        with pytest.raises(TooLarge, match=r"at most 16777216 bytes, got 1677\d+; shrink it, or send it as JPEG"):
+            live.push(bytes(16 << 20))
+        with pytest.raises(BadMedia, match=r"must not be empty, got an array of shape \(0, 4, 3\)"):
+            live.push(np.zeros((0, 4, 3), dtype=np.uint8))
+        live.push(PIXELS[0], time=np.float32(1.5))  # type: ignore[arg-type]
+        live.push(PIXELS[1], time=np.int64(2), label="door")  # type: ignore[arg-type]
+        live.settle()
+        assert [told["number"] for told in live.state.placed] == [1, 2]
+        assert [window.chunk(live.recall(time=at)).label for at in (1.9, 1.6)] == ["t=2.0 door", "t=1.5"]
 
 
 def test_a_stream_is_opened_for_a_window_of_ones_own(server: Server, window: RemoteWindow) -> None:
