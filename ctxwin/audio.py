@@ -1,4 +1,4 @@
-"""Sound as float32 samples: decoding (WAV here, other formats and compressed WAV by soundfile), resampling, lossless storage.
+"""Sound as float32 samples: decoding (soundfile: WAV, FLAC, Ogg, MP3), resampling, lossless storage.
 
 SciPy and soundfile are imported where they are used, so that ``import ctxwin`` loads neither.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-import struct
+import re
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 RATES = (1_000, 384_000)  # sane numbers of samples a second
 MAX_SAMPLES = 100_000_000  # of all channels together, as decoded: four bytes each, 35 minutes at 48 kHz
-_WAVES = (b"RIFF", b"RIFX", b"RF64")
-_WAVE_TYPES = {(1, 1): "u1", (1, 2): "i2", (1, 3): "i3", (1, 4): "i4", (3, 4): "f4", (3, 8): "f8"}
-"""Types of samples in a WAV file, by its tag (1: integers, 3: floats) and their bytes; soundfile reads other ones."""
+_TRUNCATED = re.compile(r"data : (\d+) \(should be")  # libsndfile's log of a WAV file
 _PLACEHOLDER = 0x7FFF0000
-"""Sizes from here on, and 0, may stand for an unknown one: FFmpeg (4 GiB) and SoX and arecord (2 GiB) write them into pipes."""
-_FULL_SCALE = {"uint8": 128.0, "int16": 32768.0, "int32": 2147483648.0}
+"""Sizes from here on may stand for an unknown one: FFmpeg (4 GiB) and SoX and arecord (2 GiB) write them into pipes."""
+_FULL_SCALE = {"int16": 32768, "int32": 2147483648}
 
 
 def samples_digest(samples: np.ndarray, rate: int) -> str:
@@ -51,7 +49,7 @@ def as_samples(
     Raises:
         BadMedia: empty, undecodable, not finite, outside `RATES` or over `MAX_SAMPLES` (read from a header before anything is
             decoded), or a range outside the sound.
-        MissingExtra: soundfile is not installed, for a format other than plain WAV.
+        MissingExtra: soundfile is not installed, for a file.
 
     Cost: of a plain WAV file only its header and the range are read.
     """
@@ -132,7 +130,7 @@ def _conversion(array: np.ndarray) -> str:
     """Return how an array ``x`` of other values or another shape becomes mono samples."""
     if array.ndim not in (1, 2):
         return "pass the samples of one sound, e.g. x.squeeze()"
-    scaled = "x" if array.dtype.kind == "f" else f"(x / {_FULL_SCALE.get(array.dtype.name, 32768):.0f})"
+    scaled = "x" if array.dtype.kind == "f" else f"(x / {_FULL_SCALE.get(array.dtype.name, 32768)})"
     if array.dtype == "uint8":
         scaled = "(x / 128 - 1)"
     # Of soundfile and SciPy channels are the columns, of librosa and torchaudio the rows.
@@ -148,9 +146,7 @@ def _decode(audio: str | Path | bytes | bytearray, start: float | None, end: flo
     name = repr(str(audio)) if isinstance(audio, str | Path) else "audio in memory"
     try:
         with Path(audio).open("rb") if isinstance(audio, str | Path) else io.BytesIO(audio) as file:
-            head = file.read(4)
-            file.seek(0)
-            return (_read_wav if head in _WAVES else _read_other)(file, start, end)
+            return _read(file, start, end)
     except (BadMedia, MissingExtra):
         raise
     except Exception as error:  # readers raise arbitrary errors on malformed files, MemoryError included
@@ -158,65 +154,24 @@ def _decode(audio: str | Path | bytes | bytearray, start: float | None, end: flo
         raise BadMedia(f"audio must be decodable, got {name}: {reason}") from error
 
 
-def _read_wav(file: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
-    """Read a range of a WAV file of integers or floats; 24 bits become the upper ones of 32."""
-    import numpy as np
-
-    order, layout, long_size = ">" if file.read(12)[:4] == b"RIFX" else "<", b"", b""
-    while (head := file.read(8))[:4] != b"data" and len(head) == 8:
-        (size,) = struct.unpack(f"{order}4xI", head)
-        body = file.read(min(size, 40))
-        layout, long_size = body if head[:4] == b"fmt " else layout, body[8:16] if head[:4] == b"ds64" else long_size
-        file.seek(size + size % 2 - len(body), io.SEEK_CUR)
-    if len(head) < 8 or len(layout) < 16:
-        raise ValueError("the file is truncated: it ends within its header; fetch or record it again")
-    tag, channels, rate, _, width, _ = struct.unpack(f"{order}HHIIHH", layout[:16])
-    if tag == 0xFFFE:  # extensible: the tag is the beginning of a GUID
-        tag = int.from_bytes(layout[24:26], "little")
-    kind = _WAVE_TYPES.get((tag, width / max(channels, 1)))
-    if kind is None:
-        file.seek(0)
-        return _read_other(file, start, end)
-    (size,) = struct.unpack(f"{order}4xI", head)
-    size = int.from_bytes(long_size, "little") if size == 0xFFFFFFFF and long_size else size
-    begin = file.tell()
-    present = file.seek(0, io.SEEK_END) - begin
-    size = present if size == 0 or (size >= _PLACEHOLDER and size > present) else size
-    first, last = _range(start, end, _validate_rate(rate, size // width), size // width, channels)
-    file.seek(begin + first * width)
-    raw = file.read((last - first) * width)
-    _check_whole(len(raw) // width, first, last, rate)
-    if kind == "i3":
-        padded = np.zeros((len(raw) // 3, 4), dtype=np.uint8)
-        padded[:, 1:] = np.frombuffer(raw, np.uint8).reshape(-1, 3)[:, :: 1 if order == "<" else -1]
-        values = padded.view("<i4")
-    else:
-        values = np.frombuffer(raw, order + kind)
-    samples = values.reshape(-1, channels).astype(np.float32)
-    if values.dtype.kind != "f":
-        scale = np.float32(_FULL_SCALE[values.dtype.name])
-        samples = (samples - (scale if kind == "u1" else 0)) / scale
-    return samples[:, 0] if channels == 1 else samples.mean(axis=1, dtype=np.float32), rate
-
-
-def _check_whole(count: int, first: int, last: int, rate: int) -> None:
-    """Raise ValueError if only ``count`` samples of a range could be read."""
-    if count < last - first:
-        cut = f"the file is truncated: it ends early after {(first + count) / rate:.3f} s"
-        raise ValueError(f"{cut}; fetch or record it again, or pass an end before that")
-
-
-def _read_other(file: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
-    """Read FLAC, Ogg, MP3 and other formats of libsndfile."""
+def _read(file: Any, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
+    """Read a range by libsndfile, which seeks to it where the format allows that."""
     import numpy as np
 
     with optional_imports("audio"):
         import soundfile
     with soundfile.SoundFile(file) as opened:
         rate = _validate_rate(int(opened.samplerate), int(opened.frames))
+        stated = _TRUNCATED.search(opened.extra_info)
+        if stated and int(stated[1]) < _PLACEHOLDER and (end is None or round(end * rate) > opened.frames):
+            raise ValueError(
+                f"the file is truncated: it ends early after {opened.frames / rate:.3f} s; fetch or record it again, or pass an "
+                "end before that"
+            )
         first, last = _range(start, end, rate, int(opened.frames), int(opened.channels))
         if first:  # GSM 6.10 cannot be sought in
             opened.seek(first)
         samples_in_file = opened.read(last - first, dtype="float32", always_2d=True)
-    _check_whole(len(samples_in_file), first, last, rate)
-    return samples_in_file.mean(axis=1, dtype=np.float32), rate
+    if len(samples_in_file) < last - first:
+        raise ValueError("the file ends early; fetch or record it again")
+    return np.asarray(samples_in_file.mean(axis=1, dtype=np.float32)), rate

@@ -21,7 +21,7 @@ from ctxwin.library.files import cut
 from ctxwin.library.prepared import prepare
 from ctxwin.library.records import Edition, Entry, Fenced, Granted, Head, Passage, Row, get, put
 from ctxwin.library.retrieval import BM25, Corpus, Retriever
-from ctxwin.library.traces import collect, library_id, note_keys, note_trace, origin_of, traced_entries
+from ctxwin.library.traces import collect, library_id, note_keys, note_trace, origin_of
 from ctxwin.library.views import Hit, LibraryView, unknown_file
 from ctxwin.store.archive import read_archive, write_archive
 from ctxwin.store.base import Store, store_full
@@ -96,7 +96,7 @@ class Library:
     @property
     def _lost(self) -> bool:
         """Return True if files that its record would list are stored: it was written before them, and is deleted with them."""
-        return any(self.store.contains(f"entry/{entry}") for entry in traced_entries(self.store, self._id))
+        return any(self.store.contains(f"entry/{key.split('/')[2]}") for key in self.store.list(f"trace/{self._id}/"))
 
     def _current(self) -> Head:
         """Return its record, a new one where it has none. Raises ChunkUnavailable where the store lost it."""

@@ -71,11 +71,6 @@ def traced_libraries(store: Store) -> set[str]:
     return {key.split("/")[1] for key in store.list(_PREFIX)}
 
 
-def traced_entries(store: Store, library: str) -> set[str]:
-    """The digests of the entries of a library (its `library_id`) that have left something in ``store``. Cost: a listing."""
-    return {key.split("/")[2] for key in store.list(f"{_PREFIX}{library}/")}
-
-
 def collect(repo: SpanRepository, library: str, present: set[str]) -> bool:
     """Removes what files that have left ``library`` left in the store of ``repo``.
 

@@ -33,7 +33,7 @@ from ctxwin.store.base import StoreStats, check_key, check_value
 from ctxwin.store.codec import SUM_BYTES, ForeignRecordError
 from ctxwin.store.disk_index import IndexFolder, RefusedRowError, Written, is_busy, is_damage
 from ctxwin.store.failure_log import failure_logger
-from ctxwin.store.records import BlobFile, Row, blob_name, is_record, remove_old
+from ctxwin.store.records import BlobFile, Row, is_record, remove_old
 from ctxwin.store.sealed import SealedStore
 
 log = failure_logger(__name__)
@@ -77,9 +77,7 @@ class DiskStore(SealedStore):
         super().__init__(max_bytes, ttl, secret)
         self.path = Path(path).absolute()
         if os.path.expandvars(self.path) != str(self.path):  # diskcache expands it, too
-            raise ValueError(
-                f"path must be without variables of the environment, got {str(path)!r}; expand or rename them"
-            )
+            raise ValueError(f"path must be without variables of the environment, got {str(path)!r}; expand them first")
         self.name = str(self.path)
         self._index = IndexFolder(self.path, ttl, timeout, partial(self._tally.count, "corrupt"))
         self._lock = threading.RLock()
@@ -167,9 +165,9 @@ class DiskStore(SealedStore):
     def contains(self, key: str) -> bool:
         """Return True if `get` would find a file; counts as a use. O(1), the record is not read."""
         row = self._row(check_key(key))
-        if row is not None and not is_record(self.path / row.file) and self._guarded(False, self._reopen):
-            row = self._row(key)
-        if row is None or not is_record(self.path / row.file):
+        if row is not None and not is_record(self.path / row.file):
+            row = self._row(key) if self._guarded(False, self._reopen) else None
+        if row is None:
             return False
         self._use(row)
         return True
@@ -406,7 +404,10 @@ class DiskStore(SealedStore):
 
     def _collect(self, min_age: float) -> tuple[int, int]:
         # Files first, rows second: a file whose row appears in between is seen as used.
-        blobs, latest = sorted(records.walk(self.path), key=blob_name, reverse=True), time.time_ns() - min_age * 1e9
+        blobs, latest = (
+            sorted(records.walk(self.path), key=lambda blob: blob.name, reverse=True),
+            time.time_ns() - min_age * 1e9,
+        )
 
         def rows() -> set[str] | None:
             indexed = [self._row(key) for key in self._cache.iterkeys() if key is not None]
@@ -416,10 +417,9 @@ class DiskStore(SealedStore):
         if used is None:  # without the index every file would look orphaned
             return 0, 0
         orphans = [blob for blob in blobs if blob.file not in used and blob.used <= latest]
+        add_row = partial(self._index.add_row, self._cache)
         if not self.read_only:
-            orphans = [
-                blob for blob in orphans if not self._guarded(True, partial(self._index.add_row, self._cache, blob))
-            ]
+            orphans = [blob for blob in orphans if not self._guarded(True, partial(add_row, blob))]
         return remove_old([*(self.path / blob.file for blob in orphans), *self.path.glob("*.damaged-*")], min_age)
 
     def close(self) -> None:

@@ -24,18 +24,7 @@ import diskcache
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store.base import check_key
-from ctxwin.store.records import (
-    TEMP,
-    BlobFile,
-    Row,
-    blob_name,
-    describe_record,
-    is_blob,
-    is_record,
-    remove_record,
-    walk,
-    written_at,
-)
+from ctxwin.store.records import TEMP, BlobFile, Row, describe_record, is_blob, is_record, remove_record, walk
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +172,7 @@ class IndexFolder:
         """Return an index in ``folder`` of all records: by name, so that of two records of one key the later one wins."""
         cache = Index(folder, self.timeout)
         with cache.transact():
-            for blob in sorted(walk(self.path), key=blob_name, reverse=True):
+            for blob in sorted(walk(self.path), key=lambda blob: blob.name, reverse=True):
                 self.add_row(cache, blob)
         return cache
 
@@ -198,7 +187,7 @@ class IndexFolder:
             return False
         if not is_blob(blob.file):
             return False
-        left = None if self.ttl is None else self.ttl - time.time() + written_at(blob)
+        left = None if self.ttl is None else self.ttl - time.time() + int(blob.name[:16], 16) / 1e9
         with cache.transact(), contextlib.suppress(RefusedRowError):
             row = cache.get(key)
             if row is None and (left is None or left > 0):

@@ -35,6 +35,11 @@ class BlobFile(NamedTuple):
     file: str
     size: int
 
+    @property
+    def name(self) -> str:
+        """The file's name, whose first 16 digits are when it was written, in nanoseconds since the epoch."""
+        return self.file.rpartition("/")[2]
+
 
 def walk(folder: Path) -> Iterator[BlobFile]:
     """Every file among the records of ``folder``, whatever it is, without opening it."""
@@ -56,16 +61,6 @@ def write_record(folder: Path, head: bytes, value: bytes, tail: bytes) -> Row:
         path.parent.mkdir(mode=0o700)
     atomic_write(path, (head, value, tail), durable=True, mode=0o600, temporary=folder / TEMP / f"{name}.tmp")
     return Row(file, tail[-codec.SUM_BYTES :].hex())
-
-
-def blob_name(blob: BlobFile) -> str:
-    """The name of a record's file, which begins with when it was written (`written_at`)."""
-    return blob.file.rpartition("/")[2]
-
-
-def written_at(blob: BlobFile) -> float:
-    """When a record was written, in seconds since the epoch."""
-    return int(blob_name(blob)[:16], 16) / 1e9
 
 
 def read_record(path: Path) -> tuple[bytes, bytes, bytes]:

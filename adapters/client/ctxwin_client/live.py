@@ -98,9 +98,8 @@ class AsyncLiveStream:
         """Wait until every pushed frame is placed, dropped or has failed; EngineFailed if the connection ends before."""
         async with self._progress:
             await self._progress.wait_for(lambda: self._settled >= self.pushed or self._reader.done())
-        if unsettled := max(0, self.pushed - self._settled):
-            lost = f"{unsettled} of {self.pushed} frames unsettled"
-            raise EngineFailed(f"the live stream has ended with {lost}; open another and push what the window lacks")
+        if (left := self.pushed - self._settled) > 0:
+            raise EngineFailed(f"the live stream ended before {left} frames were settled; push them again")
 
     async def ask(
         self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
@@ -112,8 +111,7 @@ class AsyncLiveStream:
         self, query: str, max_tokens: int = 32, *, now: bool = False, **options: Unpack[AskOptions]
     ) -> AsyncTextStream:
         """`ask`, yielding the text as it is generated. Closing it early stops the server."""
-        question = transport.question(query, max_tokens, options, now=now)
-        return transport.stream_of(self._exchange("ask", **question))
+        return transport.stream_of(self._exchange("ask", **transport.question(query, max_tokens, options, now=now)))
 
     async def recall(self, placement: str | None = None, *, time: float | None = None) -> str:
         """Recall a chunk, by id or the one whose time is nearest; return its placement id."""
@@ -139,8 +137,7 @@ class AsyncLiveStream:
 
     async def _push(self, message: bytes | str) -> int:
         if len(message) > _MAX_FRAME_BYTES:  # which would end the stream
-            most = f"a frame must have at most {_MAX_FRAME_BYTES} bytes"
-            raise TooLarge(f"{most}, got {len(message)}; shrink it, or send it as JPEG")
+            raise TooLarge(f"a frame must have at most {_MAX_FRAME_BYTES} bytes, got {len(message)}; send it as JPEG")
         self.pushed = number = self.pushed + (self._socket is not None)
         await self._send(message)
         return number

@@ -42,7 +42,7 @@ def _forward(method: Callable[Concatenate[Any, P], T], result: str = "") -> Call
         bound = parameters.bind(self, *args, **options)
         bound.apply_defaults()
         body = {"id" if n == "placement" else n: value for n, value in [*bound.arguments.items()][1:]}
-        response = self._post(method.__name__, **body)
+        response = (self.window if isinstance(self, RemoteMaintenance) else self)._post(method.__name__, **body)
         return cast("T", response[result] if result else None)
 
     return call
@@ -53,9 +53,6 @@ class RemoteMaintenance:
     """`ctxwin.Window.maintenance` of a window on a server. Everything in it is one request."""
 
     window: RemoteWindow
-
-    def _post(self, operation: str, **body: Any) -> dict[str, Any]:
-        return self.window._post(operation, **body)
 
     check = _forward(Maintenance.check)
     touch = _forward(Maintenance.touch)
@@ -73,12 +70,12 @@ class RemoteMaintenance:
 
     def apply_pending(self) -> tuple[str, ...]:
         """Apply the edits that wait for a break of the prefix now; return the ids of their chunks."""
-        return tuple(self._post("apply_pending")["placements"])
+        return tuple(self.window._post("apply_pending")["placements"])
 
     @property
     def prefill_counts(self) -> PrefillCounts | None:
         """Totals of the work ahead of the window's asks; None without ``prefill="idle"``. Cost: a request."""
-        counts = self._post("prefill_counts")["prefill_counts"]
+        counts = self.window._post("prefill_counts")["prefill_counts"]
         return counts and PrefillCounts(**counts)
 
 

@@ -69,8 +69,7 @@ def validated(args: FleetArguments | dict[str, Any]) -> tuple[FleetArguments, Li
     options = "settings must be options of ctxwin serve with underscores: "
     given = validate(_OPTIONS.model_validate, arguments.settings, options).model_dump(exclude_unset=True)
     arguments = arguments.model_copy(update={"settings": given})
-    settings = Settings(**given)
-    limits: Limits = settings.service()["limits"]
+    limits: Limits = (settings := Settings(**given)).service()["limits"]
     records = settings.registry or settings.store
     if most > 1 and not records.rpartition(",")[2].removeprefix("tiered:").startswith(("redis://", "rediss://")):
         raise ValueError(

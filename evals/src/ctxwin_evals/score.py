@@ -255,8 +255,7 @@ def scores(
     rows = select(samples, names, n)
     present = {row.arm for row in rows}
     if against is not None and against not in present:
-        got = ", ".join(sorted(present))
-        raise ValueError(f"{samples.folder} must hold samples of {against} to compare with, got {got}")
+        raise ValueError(f"{samples.folder} must hold samples of {against} to compare with, got {sorted(present)}")
     table = Table(rows, Scorer(task_of))
     by_arm = table.arms()
     order = names if names is not None else list(dict.fromkeys(row.arm for row in rows))

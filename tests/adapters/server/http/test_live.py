@@ -265,7 +265,7 @@ def test_frames_of_a_connection_that_broke_are_not_settled(server: Server, windo
                 await live.push(png(PIXELS[1]))
                 assert live._socket is not None
                 live._socket.transport.abort()
-                with pytest.raises(EngineFailed, match="ended with 1 of 2 frames unsettled"):
+                with pytest.raises(EngineFailed, match="ended before 1 frames were settled"):
                     await asyncio.wait_for(live.settle(), 30)
 
     asyncio.run(broken())
@@ -273,7 +273,7 @@ def test_frames_of_a_connection_that_broke_are_not_settled(server: Server, windo
 
 def test_a_frame_that_no_server_takes_is_refused_and_the_stream_goes_on(server: Server, window: RemoteWindow) -> None:
     with LiveStream(server.client(), window.id) as live:
-        with pytest.raises(TooLarge, match=r"at most 16777216 bytes, got 1677\d+; shrink it, or send it as JPEG"):
+        with pytest.raises(TooLarge, match=r"at most 16777216 bytes, got 1677\d+; send it as JPEG"):
             live.push(bytes(16 << 20))
         with pytest.raises(BadMedia, match=r"must not be empty, got an array of shape \(0, 4, 3\)"):
             live.push(np.zeros((0, 4, 3), dtype=np.uint8))
