@@ -96,6 +96,8 @@ class RawDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
 class Index(diskcache.Cache):  # type: ignore[misc]  # diskcache has no types
     """`diskcache.Cache` that an interrupt cannot leave locked."""
 
+    _txn_id: int | None
+
     def __init__(self, folder: Path, timeout: float) -> None:
         super().__init__(str(folder), timeout=timeout, disk=RawDisk, **_SETTINGS)
 

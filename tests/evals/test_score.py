@@ -78,7 +78,9 @@ def test_unknown_arms_and_missing_clusters_are_errors(tmp_path: Path) -> None:
     samples = run(tmp_path, [row("blind", 0)])
     with pytest.raises(ValueError, match="samples of patched:8"):
         scores(samples, ["patched:8"], task_of=Words)
-    with pytest.raises(ValueError, match=f"{tmp_path} must hold samples of patched:8 to compare with, got \\['blind'\\]"):
+    with pytest.raises(
+        ValueError, match=f"{tmp_path} must hold samples of patched:8 to compare with, got \\['blind'\\]"
+    ):
         scores(samples, against="patched:8", task_of=Words)
     with pytest.raises(ValueError, match="sample 0 of 'made/words' must name its cluster"):
         Table([row("blind", 0, cluster="")], Scorer(Words))

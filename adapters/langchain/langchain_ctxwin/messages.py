@@ -310,7 +310,9 @@ def parts(
                 media = _media(block, kind.removesuffix("_url"), folder)
                 sampling = {k: block[k] for k in ("start", "end", "fps", "frames") if block.get(k) is not None}
                 chunk = Chunk.image(media) if kind.startswith("image") else Chunk.video(media, **sampling)
-                if cache is not None and key is not None and isinstance(media, bytes):  # a file may change
+                if (
+                    cache is not None and key is not None and not isinstance(media, str | Path | list)
+                ):  # files may change
                     cache.put(key, chunk.light(), 1)
             yield chunk
         else:
@@ -342,10 +344,10 @@ def identity(content: Any) -> Any:
 
 
 def block_key(block: dict[str, Any]) -> str | None:
-    """Return the key that identifies ``block``; None if it holds an object."""
+    """Return the key that identifies ``block``, pictures in memory by their pixels; None if it holds something else."""
     try:
-        return digest("block", json.dumps(block, sort_keys=True))
-    except TypeError:
+        return digest("block", identity(block))
+    except (TypeError, ValueError):
         return None
 
 

@@ -26,6 +26,7 @@ from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.runtime import Runtime
 
 from ctxwin import Chunk
+from ctxwin.media import png
 from ctxwin.store.memory import MemoryStore
 from langchain_ctxwin.langgraph import DeltaWindowState, WindowContext, WindowNode, WindowState, open_window
 from node_graphs import CONFIG, EXACT, Chatty, content, fresh_answer, graph_of, placed, shown
@@ -92,6 +93,15 @@ def test_pictures_leave_the_messages_once_they_are_placed(engine: Chatty, schema
     turns[1] = (2, "another?", turns[1][2])
     assert state["messages"][-1].text == fresh_answer(turns, "q5?")[: len(state["messages"][-1].text)]
     assert engine.counters.vision_encodes == 4
+
+
+def test_pictures_given_as_arrays_and_bytes_leave_the_messages_too(engine: Chatty) -> None:
+    app, pixels = graph_of(node(keep_media=False)), np.full((4, 6, 3), 7, np.uint8)
+    shown_twice: list[Any] = [{"type": "image", "image": pixels}, {"type": "image", "data": png(pixels)}, "q?"]
+    app.invoke({"messages": [HumanMessage(shown_twice, id="1")]}, CONFIG, context=WindowContext(engine))
+    state = app.invoke({"messages": [HumanMessage("again?")]}, CONFIG, context=WindowContext(engine))
+    named = {"type": "image", "chunk": Chunk.image(pixels).media[0].content}
+    assert state["messages"][0].content == [named, named, "q?"]
 
 
 class Full(MemoryStore):
