@@ -120,7 +120,7 @@ class Ledger:
         self._stamp: tuple[int, int] | None = None
         self._refused: tuple[int, int] | None = None  # that of a file which could not be read
         self._served: dict[str, int] = {}  # not yet in the record
-        self._retry = 0.0  # when the file is written again after a failure
+        self._retry, self._unsaved = 0.0, False  # when the file is written again after a failure; whether one is behind
 
     @classmethod
     def of(cls, engine: Engine, reference: Reference, options: Options) -> Ledger:
@@ -381,15 +381,22 @@ class Ledger:
             stamp = (stat.st_mtime_ns, stat.st_ino)
             if stamp in (self._stamp, self._refused):
                 return
-            self._refused = stamp
             record = Record.read(self._path)
             if record.binding != self._record.binding:
                 raise ValueError("it is bound to another model, engine or tenant")
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
+        except OSError as error:  # it may hold evidence, and must not be written over
+            self._give_up(error)
+            return
+        except ValueError as error:
+            self._refused = stamp
             log.warning("%s is not used (%s); evidence starts at zero", self._path, " ".join(str(error).split())[:200])
             return
+        if self._unsaved:  # what was given up here must not serve again
+            own = {name: e for name, e in self._record.ways.items() if not e.promoted}
+            given_up = {name: own[name] for name, e in record.ways.items() if e.promoted and name in own}
+            record = record.model_copy(update={"ways": record.ways | given_up})
         self._record, self._stamp = record, stamp
 
     def _write(self) -> None:
@@ -398,12 +405,12 @@ class Ledger:
         try:
             atomic_write(self._path, self._record.model_dump_json(indent=1).encode() + b"\n")
             stat = self._path.stat()
-            self._stamp = (stat.st_mtime_ns, stat.st_ino)
+            self._stamp, self._unsaved = (stat.st_mtime_ns, stat.st_ino), False
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        self._retry = time.monotonic() + _RETRY_S
+        self._retry, self._unsaved = time.monotonic() + _RETRY_S, True
         log.warning("evidence cannot be written to %s (%s); it is kept in memory for now", self._path, error)
 
 

@@ -81,7 +81,7 @@ class WindowAudit(Auditing):
 
     def adopt(self, branch: Self) -> None:
         super().adopt(branch)
-        self._recent, self._adopter = branch._recent.copy(), None
+        self._recent = branch._recent.copy()
         branch._adopter = self  # what audits of its answers are still to find
 
     def _fall_back(self, placements: set[str]) -> None:

@@ -21,7 +21,7 @@ from ctxwin.library.files import cut
 from ctxwin.library.prepared import prepare
 from ctxwin.library.records import Edition, Entry, Fenced, Granted, Head, Passage, Row, get, put
 from ctxwin.library.retrieval import BM25, Corpus, Retriever
-from ctxwin.library.traces import collect, library_id, note_keys, note_trace, origin_of
+from ctxwin.library.traces import collect, library_id, note_keys, note_trace, origin_of, traced_entries
 from ctxwin.library.views import Hit, LibraryView, unknown_file
 from ctxwin.store.archive import read_archive, write_archive
 from ctxwin.store.base import Store, store_full
@@ -96,12 +96,14 @@ class Library:
     @property
     def _lost(self) -> bool:
         """Return True if files that its record would list are stored: it was written before them, and is deleted with them."""
-        return any(self.store.contains(f"entry/{key.split('/')[2]}") for key in self.store.list(f"trace/{self._id}/"))
+        return any(map(self.store.contains, traced_entries(self.repo, self._id)))
 
     def _current(self) -> Head:
         """Return its record, a new one where it has none. Raises ChunkUnavailable where the store lost it."""
         head = self._head.read(Head(name=""))
-        if not head.name and self._lost:
+        if (
+            not head.name and self._lost and not (head := self._head.read(Head(name=""))).name
+        ):  # nobody created it meanwhile
             raise ChunkUnavailable(_lists_lost(self.name))
         return head if head.name else Head(name=self.name)
 
@@ -205,15 +207,15 @@ class Library:
         head = self._head.read(Head(name=self.name))
         editions = [get(self.repo, key, Edition) or Edition() for _, key in head.editions]
         entries = {row.key for edition in editions for row in edition.rows}
-        self.store.retire(self._head.key)
+        self._head.update(Head(name=self.name), lambda _: Head(name=self.name))  # empty until nothing is left of it
         for key in list(self.store.list("grants/")):
             Fenced(self.store, key).update(Granted(), self._ungranted)
-        lost = set(self.store.list("edition/")) if not head.editions and self._lost else set()
-        self._drop_editions(lost | {key for _, key in head.editions})
+        self._drop_editions({key for _, key in head.editions})
         note_removed(origin_of(self._id, key) for key in entries)
         self._corpora = LRUCache(_CORPORA)
         for repo in {self.repo, *self._collected.keys()}:
             self._collect(repo, set(), Head(name=self.name))
+        self.store.retire(self._head.key)
 
     def sweep(self, engine: Engine | None = None) -> None:
         """Remove expired files, and records that removed files left in the library's store and in that of ``engine``.

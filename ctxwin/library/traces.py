@@ -7,7 +7,7 @@ nothing of it is left, so that what an open window still serves is removed once 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ctxwin.hashing import digest
@@ -71,6 +71,12 @@ def traced_libraries(store: Store) -> set[str]:
     return {key.split("/")[1] for key in store.list(_PREFIX)}
 
 
+def traced_entries(repo: SpanRepository, library: str) -> Iterator[str]:
+    """Yield the keys of a library's entries by its traces, without those that were removed. Cost: a listing, and their reads."""
+    for key in repo.store.list(f"{_PREFIX}{library}/"):
+        yield from (name for name in _read(repo, key).keys if name.startswith("entry/"))
+
+
 def collect(repo: SpanRepository, library: str, present: set[str]) -> bool:
     """Removes what files that have left ``library`` left in the store of ``repo``.
 
@@ -100,6 +106,7 @@ def collect(repo: SpanRepository, library: str, present: set[str]) -> bool:
         if needed_by_windows.isdisjoint(trace.keys) and held_chunks.isdisjoint(trace.chunks):
             repo.delete(key)
         else:
+            _put(repo, key, trace.chunks, set(trace.keys) - entries)
             incomplete = True
     return not incomplete
 

@@ -164,13 +164,16 @@ class DiskStore(SealedStore):
 
     def contains(self, key: str) -> bool:
         """Return True if `get` would find a file; counts as a use. O(1), the record is not read."""
-        row = self._row(check_key(key))
-        if row is not None and not is_record(self.path / row.file):
-            row = self._row(key) if self._guarded(False, self._reopen) else None
-        if row is None:
-            return False
-        self._use(row)
-        return True
+        check_key(key)
+        for _ in range(_MAX_RETRIES):
+            row = self._row(key)
+            if row is None:
+                return False
+            if is_record(self.path / row.file):
+                self._use(row)
+                return True
+            self._guarded(False, self._reopen)
+        return False
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """Iterate over a sorted snapshot of the keys. Cost: a pass over the index."""
@@ -221,10 +224,13 @@ class DiskStore(SealedStore):
 
     def delete(self, key: str) -> bool:
         """Remove ``key``, leased or not; return False where there was none. Works on a full disk too."""
-        row = self._row(check_key(key))
+        check_key(key)
+        if self._guarded(True, self._check_writable, "delete", key):
+            return False
+        row = self._row(key)
         if row is None and self.ttl is not None:  # an expired record leaves as well: clocks are set back
             self._guarded(0, self._cache.expire)
-        if row is None or self._guarded(True, self._check_writable, "delete", key):
+        if row is None:
             return False
         with self._lock:
             self._tally.drop(key)
@@ -246,9 +252,10 @@ class DiskStore(SealedStore):
                 if time.monotonic() < self._next_repair:
                     return False
                 self._next_repair = time.monotonic() + _REPAIR_PAUSE_S
-                old, self._scratch = self._scratch, tempfile.TemporaryDirectory(prefix="ctxwin-index-")
+                scratch = tempfile.TemporaryDirectory(prefix="ctxwin-index-")
+                cache, old = self._index.build(Path(scratch.name)), self._scratch
                 self._cache.close()
-                self._cache = self._index.build(Path(self._scratch.name))
+                self._cache, self._scratch = cache, scratch
                 if old is not None:
                     old.cleanup()
             elif self._index.stands(self._cache):
@@ -388,9 +395,7 @@ class DiskStore(SealedStore):
         return good, corrupt + odd
 
     def gc(self, min_age: float = _ORPHAN_AGE_S) -> tuple[int, int]:
-        """Remove expired rows and files that no row names; return (files, bytes) removed. Cost: a walk of the folder.
-
-        The newest whole file of a key without a row gets one instead: the files are the truth.
+        """Remove expired rows and files without a row; return (files, bytes) removed. Cost: a walk of the folder.
 
         Args:
             min_age: seconds; younger files may be another process's put between its rename and its row.
@@ -404,10 +409,7 @@ class DiskStore(SealedStore):
 
     def _collect(self, min_age: float) -> tuple[int, int]:
         # Files first, rows second: a file whose row appears in between is seen as used.
-        blobs, latest = (
-            sorted(records.walk(self.path), key=lambda blob: blob.name, reverse=True),
-            time.time_ns() - min_age * 1e9,
-        )
+        files = [self.path / blob.file for blob in records.walk(self.path)] + [*self.path.glob("*.damaged-*")]
 
         def rows() -> set[str] | None:
             indexed = [self._row(key) for key in self._cache.iterkeys() if key is not None]
@@ -416,11 +418,7 @@ class DiskStore(SealedStore):
         used = self._guarded(None, rows, "list", "its keys")
         if used is None:  # without the index every file would look orphaned
             return 0, 0
-        orphans = [blob for blob in blobs if blob.file not in used and blob.used <= latest]
-        add_row = partial(self._index.add_row, self._cache)
-        if not self.read_only:
-            orphans = [blob for blob in orphans if not self._guarded(True, partial(add_row, blob))]
-        return remove_old([*(self.path / blob.file for blob in orphans), *self.path.glob("*.damaged-*")], min_age)
+        return remove_old((path for path in files if path.relative_to(self.path).as_posix() not in used), min_age)
 
     def close(self) -> None:
         """Close the index. Idempotent; later calls raise ValueError."""

@@ -24,7 +24,7 @@ import diskcache
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store.base import check_key
-from ctxwin.store.records import TEMP, BlobFile, Row, describe_record, is_blob, is_record, remove_record, walk
+from ctxwin.store.records import TEMP, Row, describe_record, is_blob, is_record, remove_record, walk
 
 log = logging.getLogger(__name__)
 
@@ -174,28 +174,14 @@ class IndexFolder:
         """Return an index in ``folder`` of all records: by name, so that of two records of one key the later one wins."""
         cache = Index(folder, self.timeout)
         with cache.transact():
-            for blob in sorted(walk(self.path), key=lambda blob: blob.name, reverse=True):
-                self.add_row(cache, blob)
+            for blob in sorted(walk(self.path), key=lambda blob: blob.name):
+                with contextlib.suppress(OSError, StoreCorrupt, TypeError, ValueError):
+                    key, code = describe_record(self.path / blob.file)
+                    # When the same value was last put again is not known.
+                    left = None if self.ttl is None else self.ttl - time.time() + int(blob.name[:16], 16) / 1e9
+                    if left is None or left > 0:
+                        cache.set(key, Written(Row(blob.file, code), blob.size), expire=left)
         return cache
-
-    def add_row(self, cache: Any, blob: BlobFile) -> bool:
-        """Add a record's row to ``cache`` unless its key has one; return whether the row there names the record.
-
-        A value expires ``ttl`` after its file was written: when the same value was last put is not known.
-        """
-        try:
-            key, code = describe_record(self.path / blob.file)
-        except (OSError, StoreCorrupt, TypeError):
-            return False
-        if not is_blob(blob.file):
-            return False
-        left = None if self.ttl is None else self.ttl - time.time() + int(blob.name[:16], 16) / 1e9
-        with cache.transact(), contextlib.suppress(RefusedRowError):
-            row = cache.get(key)
-            if row is None and (left is None or left > 0):
-                return bool(cache.set(key, Written(Row(blob.file, code), blob.size), expire=left))
-            return row is not None and row.file == blob.file
-        return False
 
     def _new_index(self) -> Any:
         cache = Index(self.path, self.timeout)

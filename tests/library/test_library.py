@@ -74,7 +74,7 @@ def test_a_library_whose_list_the_store_lost_says_so_until_it_is_deleted(
         uses[use]()
     assert shelf.exists
     shelf.delete()
-    assert not shelf.exists and not list(shelf.store.list())
+    assert not shelf.exists and not [key for key in shelf.store.list() if not key.startswith("edition/")]
     shelf.add(b"A blue bus.", "bus.txt")
     assert texts(shelf) == {"bus.txt": ["A blue bus."]}
 

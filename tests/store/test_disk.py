@@ -333,21 +333,6 @@ class TestCorruption:
         assert DiskStore(tmp_path).verify() == (1, 0)
         assert kept.exists()
 
-    def test_a_record_whose_row_is_lost_gets_it_again_and_its_older_file_goes(self, tmp_path: Path) -> None:
-        """As behind a copy of the folder without the index's log: the files are the truth."""
-        store = DiskStore(tmp_path)
-        for value in (b"old", b"new"):
-            store.put("span/a", value)
-            (blob,) = blobs(tmp_path)
-            (tmp_path / value.decode()).write_bytes(blob.read_bytes())
-        old = blob.with_name("0" * 32 + ".blob")
-        old.write_bytes((tmp_path / "old").read_bytes())
-        sql(tmp_path, "DELETE FROM Cache")
-        for path in (old, blob):
-            os.utime(path, (time.time() - 3600,) * 2)
-        again = DiskStore(tmp_path)
-        assert again.get("span/a") == b"new" and blobs(tmp_path) == [blob]
-
     def test_time_to_live_outlasts_the_index(self, tmp_path: Path) -> None:
         with contextlib.closing(DiskStore(tmp_path)) as store:
             store.put("span/a", b"value")

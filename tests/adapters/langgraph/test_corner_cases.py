@@ -393,6 +393,21 @@ def test_a_summary_of_what_left_is_placed(engine: Any, monkeypatch: pytest.Monke
             window.evict(placement)
         follow(window, [Chunk.text("summary"), *talk[25:]], lost=17)
         assert shown(window) == [Chunk.text("summary"), *talk[25:]]
+    with Window(engine, "hd") as window:
+        window.extend(talk)
+        for placement in window.ids[:20]:
+            window.evict(placement)
+        lost = 20 - len(window.evicted)
+        follow(window, [Chunk.text("summary"), *talk[18:]], lost=lost)
+        assert shown(window) == [Chunk.text("summary"), *talk[20:]]
+
+
+def test_an_edit_behind_a_chunk_that_left_by_itself_is_placed(engine: Any) -> None:
+    with Window(engine, "hd") as window:
+        ids = window.extend(talk := [Chunk.text(f"q{i}") for i in range(6)])
+        window.evict(ids[1])
+        follow(window, [Chunk.text("edited"), *talk[1:], Chunk.text("next")])
+        assert shown(window) == [Chunk.text("edited"), *talk[2:], Chunk.text("next")]
 
 
 class OtherTokens(FakeEngine):

@@ -206,11 +206,10 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         keys = [message_key(m) for m in messages]
         notes = {**_NOTES, **(reference or {}).get("notes", {}).get(self.messages_key, {})}
         count, new = notes["messages"], messages[notes["messages"] :]
-        unchanged = bool(count) and self._digest(keys[:count]) == notes["digest"]
-        engine = engine_of(runtime.context)
-        identity = engine.spec.identity  # of another model the answers' tokens are read anew, from the messages
-        same = unchanged and notes.get("engine", identity) == identity
-        continues = same and bool(new) and isinstance(new[0], HumanMessage)  # the previous answer closed the turn
+        engine, unchanged = engine_of(runtime.context), bool(count) and self._digest(keys[:count]) == notes["digest"]
+        if notes.get("engine", engine.spec.identity) != engine.spec.identity:
+            unchanged = False  # the answers' tokens are another model's: they are read anew, from the messages
+        continues = unchanged and bool(new) and isinstance(new[0], HumanMessage)  # the previous answer closed the turn
         if reference:
             _keep_sources(engine, lost_sources(engine.repo, reference), messages)
         window = open_window(reference, runtime, retrieval=self._retrieval, **self._window) if reference else None
@@ -409,8 +408,8 @@ def follow(
     """Place the chunks of a conversation that ``window`` has not seen; evict placed ones that are not in it.
 
     Chunks are identified by content; of equal ones the earlier arrival counts as the earlier one. A chunk that the window's
-    policy has evicted stays evicted, and a new one in front of such chunks is not placed. The placed chunks of the
-    conversation are in the order of ``chunks`` afterwards.
+    policy has evicted stays evicted, and so does what stands in its place now. The placed chunks of the conversation are in the
+    order of ``chunks`` afterwards.
 
     Args:
         removed: placements that an earlier call removed; they return if they are in ``chunks`` again.
@@ -427,20 +426,14 @@ def follow(
         matches[p.chunk_id].append(p.id)
     names: list[str | None] = [matches[chunk.id].pop() if matches[chunk.id] else None for chunk in chunks]
     absent = [placement for unmatched in matches.values() for placement in unmatched]
-    placed, recallable = [p.id for p in state.placed if p.id not in others], set(window.evicted)
-    first = next((i for i, name in enumerate(names) if name in placed), 0)
-    begin = max(
-        (i + 1 for i, name in enumerate(names[:first]) if name in recallable and name not in removed), default=0
-    )
-    if 0 < lost <= names[:first].count(None):  # some of them were placed last, and have been edited
-        begin = max(begin, first - placed.index(names[first] or ""))
+    skipped = _older(names, conversation, {p.id for p in state.placed}, set(removed), lost)
     for placement in absent:
         if placement in window.ids:
             window.evict(placement)
     tail = max((i + 1 for i, name in enumerate(names) if name is not None), default=0)  # all chunks after it are new
     present, recallable = set(window.ids), set(window.evicted)
     for i, (chunk, name) in enumerate(zip(chunks[:tail], names[:tail], strict=True)):
-        if (name is None and i >= begin) or (name in removed and name not in present):
+        if (name is None and i not in skipped) or (name in removed and name not in present):
             following = set(names[i + 1 :])
             at = next((k for k, placement in enumerate(window.ids) if placement in following), len(window.ids))
             if name is None or name not in recallable:  # the window remembers a limited number of evictions
@@ -452,6 +445,23 @@ def follow(
     order = iter(sorted((i for i in window.ids if i in rank), key=rank.__getitem__))
     window.reorder([next(order) if placement in rank else placement for placement in window.ids])
     return absent
+
+
+def _older(names: list[str | None], entries: list[Any], placed: set[str], removed: set[str], lost: int) -> set[int]:
+    """Return the indices of new chunks, None in ``names``, in the place of ones that left; a summary of those is none."""
+    arrival, skipped, begin = {p.id: p.arrival for p in entries}, set[int](), 0
+    for end, name in enumerate(names):
+        if name is not None:
+            run, after = range(begin, end), arrival[names[begin - 1] or ""] if begin else -1
+            gone = {p.id for p in entries if after < p.arrival < arrival[name]}.difference(names) if run else set()
+            if not begin and 0 < lost <= len(run):
+                skipped |= {*run[: len(run) - len(placed & gone)]}
+            elif name not in placed | removed and not placed & gone and (begin or len(gone) + lost <= len(run)):
+                skipped |= {*run}
+            if name in placed:
+                break
+            begin = end + 1
+    return skipped
 
 
 @dataclass(frozen=True)
