@@ -36,6 +36,7 @@ KEPT = 64
 """Versions of a library that windows can still read."""
 _NAME = re.compile(r"[\w.-]{1,100}")
 _FILE_NAME = re.compile(r"[^\x00-\x1f/\\]{1,255}")
+_LOST = "the list of files of library {} has left the store; delete the library, and add them again"
 _CORPORA = 4
 _log = logging.getLogger("ctxwin")
 
@@ -104,7 +105,7 @@ class Library:
         if (
             not head.name and self._lost and not (head := self._head.read(Head(name=""))).name
         ):  # nobody created it meanwhile
-            raise ChunkUnavailable(_lists_lost(self.name))
+            raise ChunkUnavailable(_LOST.format(self.name))
         return head if head.name else Head(name=self.name)
 
     @property
@@ -240,7 +241,7 @@ class Library:
         number = newest if version is None else version
         edition = get(self.repo, editions[number], Edition) if number else Edition()
         if edition is None:
-            raise ChunkUnavailable(_lists_lost(self.name))
+            raise ChunkUnavailable(_LOST.format(self.name))
         # An expired or removed file is gone from every version; an old version keeps only replaced files.
         now = self.clock()
         alive = [r for r in edition.rows if r.key not in head.gone and head.expires.get(r.name, now + 1) > now]
@@ -428,7 +429,7 @@ class Library:
                 version, key = head.editions[-1]
                 stored = get(self.repo, key, Edition)
                 if stored is None:
-                    raise ChunkUnavailable(_lists_lost(self.name))
+                    raise ChunkUnavailable(_LOST.format(self.name))
                 latest = stored
             alive = tuple(r for r in latest.rows if head.expires.get(r.name, now + 1) > now)
             rows = change(alive)
@@ -487,10 +488,6 @@ def granted(store: Store, tenant: str) -> tuple[str, ...]:
 def _check_ttl(ttl: float | None) -> None:
     if ttl is not None and not 0 < ttl < math.inf:
         raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
-
-
-def _lists_lost(name: str) -> str:
-    return f"the list of files of library {name} has left the store; delete the library, and add them again"
 
 
 def _named(source: str | Path | bytes | Chunk) -> str:

@@ -164,9 +164,8 @@ class DiskStore(SealedStore):
 
     def contains(self, key: str) -> bool:
         """Return True if `get` would find a file; counts as a use. O(1), the record is not read."""
-        check_key(key)
         for _ in range(_MAX_RETRIES):
-            row = self._row(key)
+            row = self._row(check_key(key))
             if row is None:
                 return False
             if is_record(self.path / row.file):
@@ -224,8 +223,7 @@ class DiskStore(SealedStore):
 
     def delete(self, key: str) -> bool:
         """Remove ``key``, leased or not; return False where there was none. Works on a full disk too."""
-        check_key(key)
-        if self._guarded(True, self._check_writable, "delete", key):
+        if self._guarded(True, self._check_writable, "delete", check_key(key)):
             return False
         row = self._row(key)
         if row is None and self.ttl is not None:  # an expired record leaves as well: clocks are set back
