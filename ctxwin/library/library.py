@@ -102,10 +102,10 @@ class Library:
     def _current(self) -> Head:
         """Return its record, a new one where it has none. Raises ChunkUnavailable where the store lost it."""
         head = self._head.read(Head(name=""))
-        if (
-            not head.name and self._lost and not (head := self._head.read(Head(name=""))).name
-        ):  # nobody created it meanwhile
-            raise ChunkUnavailable(_LOST.format(self.name))
+        if not head.name and self._lost:
+            head = self._head.read(head)  # another process may have created it meanwhile
+            if not head.name:
+                raise ChunkUnavailable(_LOST.format(self.name))
         return head if head.name else Head(name=self.name)
 
     @property

@@ -33,6 +33,7 @@ from ctxwin_server.app.isolation import bind, check_options, check_scores, plain
 from ctxwin_server.app.request_options import REQUEST_OPTIONS, RequestOptions
 from ctxwin_server.app.service import TENANT, Service
 from ctxwin_server.chat.expansion import expand
+from ctxwin_server.sandbox.grammars import PLACES
 
 SubRequest = Callable[[dict[str, Any]], Awaitable[tuple[int, Any]]]
 """``body`` -> status and JSON of the response to a further request to the same route."""
@@ -143,7 +144,8 @@ class PlainRequest:
         self._follows = follows
         is_brief = len(self.raw) <= _BRIEF_BYTES and self.raw.count(b",") <= _BRIEF_COMMAS
         self._data = self._parse() if is_brief else await self._run(self._parse)
-        await self._service.grammars.check(self._tenant, self._data)
+        if isinstance(self._data, dict) and not PLACES.isdisjoint(self._data):
+            await self._service.grammars.check(self._tenant, self._data)
         takes_long = self._path in (compaction.MESSAGES, COUNT) or names_chunks(self._data)
         is_expanded = await self._run(self._adapt) if takes_long else self._adapt()
         if self._cleared_tokens:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -134,6 +134,12 @@ class Conversations(Records[Conversation]):
             return Conversation(key=data["key"], name="", size=0, seed=data["seed"], state=state)
 
         return [SavedRecords("windows", self, Conversation.pack, unpack)]
+
+    def begin(
+        self, build: Callable[[], RenderedRequest], name: str, fidelity: Fidelity, shelf: str, patient: bool
+    ) -> Turn:
+        """Do as `prepare`, for a request that ``build`` returns."""
+        return self.prepare(build(), name, fidelity, shelf, patient=patient)
 
     def prepare(
         self, engine: RenderedRequest, name: str, fidelity: Fidelity, shelf: str = "", *, patient: bool = True

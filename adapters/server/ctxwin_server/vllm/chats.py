@@ -197,9 +197,7 @@ class ChatClient:
         """Prepare the turn in a worker thread; return None if that failed."""
         assert isinstance(state.engine, VLLMEngine)
         build = lru_cache(1)(partial(RenderedRequest, state.engine, rendered, reserved))  # in a worker thread, and once
-
-        def begin(patient: bool) -> Turn:
-            return state.conversations.prepare(build(), request.name, fidelity, request.shelf, patient=patient)
+        begin = partial(state.conversations.begin, build, request.name, fidelity, request.shelf)
 
         async def prepare() -> Turn:
             try:
