@@ -138,11 +138,12 @@ _MAX_LOSS = 30.0
 
 
 def kl_of_rows(p: dict[int, float], q: dict[int, float]) -> float:
-    """Return KL(p || q) in nats over the tokens in both rows, with all others taken as one."""
+    """Return KL(p || q) in nats over the tokens in both rows, with all others taken as one; of NaN `_MAX_LOSS`."""
     both = p.keys() & q.keys()
-    terms = [math.exp(p[t]) * (p[t] - q[t]) for t in both if p[t] > -math.inf]
+    terms = [math.exp(p[t]) * (p[t] - q[t]) for t in both if p[t] != -math.inf]
     rest_p, rest_q = (max(1e-12, 1 - math.fsum(math.exp(row[t]) for t in both)) for row in (p, q))
-    return max(0.0, math.fsum([*terms, rest_p * math.log(rest_p / rest_q)]))
+    kl = math.fsum([*terms, rest_p * math.log(rest_p / rest_q)])
+    return _MAX_LOSS if math.isnan(kl) else max(0.0, kl)
 
 
 @dataclass

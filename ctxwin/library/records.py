@@ -2,12 +2,12 @@
 
 | key | record | changes |
 |---|---|---|
-| ``library/<digest of its name>`` | `Head`: the newest editions, when files expire | by `Heads.update`, fenced |
+| ``library/<digest of its name>`` | `Head`: the newest editions, when files expire | by `Fenced.update` |
 | ``edition/<digest>`` | `Edition`: the files of one version | never |
 | ``entry/<digest>`` | `Entry`: the passages of one file | never |
 | ``source/<digest>`` | pixels of a passage's media | never |
 | ``trace/<library>/<file>/<model>`` | `Trace`: what a file left in this store | never |
-| ``grants/<digest of a tenant's name>`` | the libraries that a tenant may read | by `Grants.update`, fenced |
+| ``grants/<digest of a tenant's name>`` | the libraries that a tenant may read | by `Fenced.update` |
 
 A process that ends between these writes leaves records that nothing names; what the head names was written before it.
 """

@@ -75,11 +75,12 @@ class Auditing:
         return self._exact
 
     def with_fallbacks(self, state: State) -> State:
-        """Return ``state`` with ``exact_only`` set on the chunks that fell back to exact."""
-        exact = self._exact
-        if not exact or not any(p.id in exact and not p.exact_only for p in state.placed):
-            return state
-        return state.replace(placed=tuple(p.replace(exact_only=True) if p.id in exact else p for p in state.placed))
+        """Return ``state`` with ``exact_only`` set on the placed and evicted chunks that fell back to exact."""
+        changes = {}
+        for name, chunks in (("placed", state.placed), ("evicted", state.evicted)):
+            if unmarked := {p.id for p in chunks.having(self._exact) if not p.exact_only}:
+                changes[name] = chunks.changed(unmarked, exact_only=True)
+        return state.replace(**changes) if changes else state
 
     def branch(self, on_finding: OnFinding) -> Self:
         """Return the audits of a fork, with the same fallbacks."""

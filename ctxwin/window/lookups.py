@@ -1,4 +1,4 @@
-"""Answers that look things up on the way: a call of `look_up` is answered with what a library finds, and the answer goes on.
+"""Answers that look things up on the way: a call of ``look_up`` is answered with what a library finds, and the answer goes on.
 
 After MPIC (section 3.1, dynamic library: the model itself decides during decoding that it needs a reference, which is then
 linked): question and answer so far keep the KV that they were computed with, and what is found is placed behind them.

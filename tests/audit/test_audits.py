@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
@@ -16,7 +17,7 @@ from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import Options, attach_audits, auditor_of, records
 from ctxwin.audit import auditor as auditing
 from ctxwin.audit.evidence import BEHIND
-from ctxwin.audit.replay import Divergence, Replay, judge
+from ctxwin.audit.replay import Divergence, Replay, diverge, judge
 from ctxwin.audit.sampling import Sampler
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
@@ -127,6 +128,11 @@ def test_above_the_budget_the_chunks_concerned_fall_back_and_the_window_says_so(
     assert window.fork().plan().exact
     restored = Window.restore(engine, window.snapshot())
     assert [e.fallen for e in restored.chunks][1:] == [True] * 4
+    shortened = window.fork()
+    shortened.evict(shortened.ids[-1])
+    restored = Window.restore(engine, shortened.snapshot())
+    restored.recall(restored.evicted[-1])
+    assert restored.chunks[-1].fallen
     adopted = filled(engine, Fidelity("blind", audit=1.0, kl_budget=1e-9), frames)
     with auditor_of(engine).hold():
         adopted.ask(query, 4)
@@ -138,6 +144,14 @@ def test_above_the_budget_the_chunks_concerned_fall_back_and_the_window_says_so(
         assert [e.fallen for e in current.chunks][1:] == [True] * 4
     window.append(Chunk.image(render(frames[0])))
     assert not window.plan().entries[-1].exact  # what was not concerned is served as asked for
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_rows_of_nan_are_no_agreement(place: int) -> None:
+    rows = [[{1: -0.1, 2: -2.4}], [{1: -0.1, 2: -2.4}]]
+    assert diverge(rows[0], rows[1], ended=True).kl == 0
+    rows[place] = [{1: math.nan, 2: math.nan}]
+    assert diverge(rows[0], rows[1], ended=True).nats >= 10
 
 
 def test_without_a_budget_an_audit_reports_only(engine: HFEngine) -> None:

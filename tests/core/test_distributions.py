@@ -155,8 +155,9 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (wheel,) = place.glob(f"{name}-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             tops = {entry.partition("/")[0] for entry in archive.namelist()}
-            assert tops == {name, f"{name}-{ctxwin.__version__}.dist-info"}
-            assert f"{name}/py.typed" in archive.namelist()
+            facts = f"{name}-{ctxwin.__version__}.dist-info"
+            assert tops == {name, facts}
+            assert {f"{name}/py.typed", f"{facts}/licenses/LICENSE"} <= {*archive.namelist()}
             archive.extractall(place / name)
         unpacked[name] = place / name
     return unpacked

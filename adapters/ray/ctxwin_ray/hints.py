@@ -67,7 +67,7 @@ class Head:
 def hint_of(path: str, headers: Headers, body: bytes, parse: Callable[[bytes], Any]) -> Hint:
     """Return the hint of a request, from its path, headers and body.
 
-    ``parse`` reads the JSON of chats and raises if that would take long (`Limits.parse`). Cost: a pass over the body, and a
+    ``parse`` reads the JSON of chats and raises if that would take long. Cost: a pass over the body, and a
     JSON parse for chats.
     """
     if window := _WINDOW.match(path):

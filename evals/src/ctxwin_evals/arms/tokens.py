@@ -187,7 +187,7 @@ def attended(group: Group) -> Tensor:
 
 
 def recompute(group: Group, rows: Sequence[Sequence[SpanKV]], chosen: Tensor) -> list[list[SpanKV]]:
-    """``rows`` with the chosen tokens computed in context, in one step (`Group.recomputed`; MPIC, section 4.1).
+    """``rows`` with the chosen tokens computed in context, in one step (MPIC, section 4.1).
 
     Items of which as many tokens are chosen share a forward.
     """
