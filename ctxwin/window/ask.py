@@ -201,10 +201,10 @@ def ask(
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered, outputs=outputs)
         ended_by_model = not ended and len(ids) < prompt.sampling.max_tokens and generation.finished
         served = ServedAnswer(
-            core.id, core.parent, state, answered_state, layout, strategy, fidelity, question.query,
+            core.id, core.parent, state, answered_state, strategy, fidelity, question.query,
             prompt.sampling.max_tokens, prompt.sampling.temperature, core.assembly.memo,
         )  # fmt: skip
-        core.audits.submit(served, answer, audited=audited, ended=ended_by_model)
+        core.audits.submit(served, layout, answer, audited=audited, ended=ended_by_model)
         if core.observers:
             new, lanes = (remembered,) if remembered else (), {c.entry.id: c.lane for c in layout.choices}
             details = {"query": question.query, "answer": answer, "lanes": lanes, "ended": ended_by_model}
