@@ -31,14 +31,14 @@ from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.store.lru import LRUCache
-from ctxwin.window.continuation import ServedMemos
 from ctxwin.window.idle import Allowance
 from ctxwin.window.lanes import choose
-from ctxwin.window.state import Conditioning, State
+from ctxwin.window.protocols import ServedAnswer
+from ctxwin.window.state import Conditioning
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
-    from ctxwin.fidelity import Fidelity, Reference
+    from ctxwin.fidelity import Reference
     from ctxwin.window.choice import Choice
 
 log = logging.getLogger("ctxwin")
@@ -88,15 +88,11 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(ServedAnswer):
     """One answer to replay.
 
     Attributes:
-        engine, window: of the answer.
-        state, state_after: the window's state at the question, and after new KV was written back to it.
-        memos: how its chunks were served before.
-        fidelity: fidelity that served it.
-        strategy: the promoted strategy of that fidelity, if any.
+        engine: of the answer.
         keys: store keys that each chunk was served from (`replay.keys_of`).
         exchange: question and answer.
         recent: earlier exchanges of the window, the latest first.
@@ -109,13 +105,6 @@ class Job:
     """
 
     engine: Engine
-    window: str
-    parent: str | None
-    state: State
-    state_after: State
-    memos: ServedMemos
-    fidelity: Fidelity
-    strategy: str | None
     keys: tuple[str, ...]
     exchange: Exchange
     recent: tuple[Exchange, ...]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from ctxwin.audit.auditor import Auditor, Job, auditor_of, enabled, log
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
     from ctxwin.fidelity import Fidelity
     from ctxwin.window.answer import Answer
+    from ctxwin.window.choice import Choice
+    from ctxwin.window.layout import Layout
     from ctxwin.window.protocols import OnFinding, ServedAnswer
 
 _RECENT = 8
@@ -69,10 +73,9 @@ class WindowAudit(Auditing):
         branch._recent.extend(self._recent)
         return branch
 
-    def _rate(self, strategy: str, served: ServedAnswer, form: Kind) -> float:
+    def _rate(self, strategy: str, served: ServedAnswer, choices: Sequence[Choice], form: Kind) -> float:
         """Return the share of such answers to audit: by the number of answers of this strategy, shape and kind; 1 if
         suspected."""
-        choices = served.layout.choices
         sizes = len(choices).bit_length(), len(served.query).bit_length()
         shape = (frozenset(choice.lane for choice in choices), *sizes, served.temperature == 0, form)
         kind = self._ledger.record.binding, strategy, self._ledger.since(strategy), shape
@@ -94,9 +97,11 @@ class WindowAudit(Auditing):
         """Drop recent questions, which may be about forgotten content."""
         self._recent.clear()
 
-    def submit(self, served: ServedAnswer, answer: Answer, *, ended: bool, audited: bool = True) -> None:
+    def submit(
+        self, served: ServedAnswer, layout: Layout, answer: Answer, *, ended: bool, audited: bool = True
+    ) -> None:
         """Submit an answer to the auditor if it is due; ``ended``: the model ended it by itself."""
-        strategy, fidelity, layout = served.strategy, served.fidelity, served.layout
+        strategy, fidelity = served.strategy, served.fidelity
         options = self._auditor.options if self.earns or fidelity.audit else None
         query, greedy = served.query, served.temperature == 0
         self.due = None
@@ -110,7 +115,7 @@ class WindowAudit(Auditing):
         if self.earns:
             self._ledger.count_kind(form)
         if strategy is not None and not exact:
-            rate = max(rate, self._rate(strategy, served, form))
+            rate = max(rate, self._rate(strategy, served, layout.choices, form))
         auditing = self._auditor.sampler.draw(rate)
         trying = self.earns and strategy is None and exact and greedy
         exchange = Exchange(query, tuple(int(i) for i in answer.token_ids), ended, served.max_tokens, greedy)
@@ -138,14 +143,8 @@ class WindowAudit(Auditing):
 
         self._auditor.offer(
             Job(
+                **vars(replace(served, memos=served.memos.copy())),
                 engine=self._engine,
-                window=served.window,
-                parent=served.parent,
-                state=served.state,
-                state_after=served.state_after,
-                memos=served.memos.copy(),
-                fidelity=fidelity,
-                strategy=strategy,
                 keys=tuple(keys_of(layout)),
                 exchange=exchange,
                 recent=recent,

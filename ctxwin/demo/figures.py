@@ -1,6 +1,7 @@
 """The output of the demo: a line for each ask while it runs, the final tables, and `timeline.png`."""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,7 @@ def _percent(share: float | None) -> str:
 
 def can_draw() -> bool:
     """Return True if matplotlib is installed, which `timeline` needs and the demo does not."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        return False
-    return True
+    return find_spec("matplotlib") is not None
 
 
 def timeline(path: Path, steps: Sequence[Step], *, dark: bool = False) -> None:

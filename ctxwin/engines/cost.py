@@ -69,7 +69,11 @@ class Fit:
 
     def refit(self) -> None:
         """Fits the rates to the calls."""
-        self._drop_old_calls()
+        old = [i for i, call in enumerate(self._newest) if call and self.calls - call >= _FORGOTTEN]
+        for size in [size for size in self._sizes if any(size[i] for i in old)]:
+            del self._sizes[size]
+        for i in old:
+            self._newest[i] = 0
         observations = [call for calls in self._sizes.values() for call in calls]
         took = np.array([ms for _, ms in observations])
         # In units of the prior, and of what each call took: rates near one, residuals that are shares.
@@ -85,14 +89,6 @@ class Fit:
         before, now = shares @ (self.rates / self._prior), shares @ rates
         if (np.abs(now - before) > _SAME * before).any():
             self.rates = tuple((rates * self._prior).tolist())
-
-    def _drop_old_calls(self) -> None:
-        old = [i for i, call in enumerate(self._newest) if call and self.calls - call >= _FORGOTTEN]
-        if old:
-            for size in [size for size in self._sizes if any(size[i] for i in old)]:
-                del self._sizes[size]
-            for i in old:
-                self._newest[i] = 0
 
 
 def _not_negative(square: np.ndarray, target: np.ndarray) -> np.ndarray:

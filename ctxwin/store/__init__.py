@@ -71,7 +71,16 @@ def open_store(
     check_address(url)
     limit = None if max_bytes is None else parse_bytes(max_bytes)
     raw = key if key is not None else os.environ.get(STORE_KEY) or None
-    store = _opened(url, limit, ttl, tenant, _secret(raw, tenant))
+    # Seals a tenant's records, so that another tenant's are foreign to it.
+    secret = None if raw is None else hmac.digest(_key_bytes(raw), digest("store", tenant).encode(), "sha256")
+    names = tiers_of(url)
+    limits = [min(limit, _default(name)) if limit else None for name in names[:-1]] + [limit]
+    stores = [_open(name, size, ttl, tenant, secret) for name, size in zip(names, limits, strict=True)]
+    store = stores[0]
+    if len(stores) > 1:
+        from ctxwin.store.tiered import TieredStore
+
+        store = TieredStore(stores)
     store.archive_secret = None if raw is None else archive_secret(raw)
     return store
 
@@ -103,23 +112,6 @@ def check_address(url: str) -> None:
 def archive_secret(key: str | bytes) -> bytes:
     """The secret that a store opened with ``key`` seals archives with; the same for all tenants, which archives pass between."""
     return hmac.digest(_key_bytes(key), digest("archive").encode(), "sha256")
-
-
-def _opened(url: str, limit: int | None, ttl: float | None, tenant: str, secret: bytes | None) -> Store:
-    if url.startswith("tiered:"):
-        from ctxwin.store.tiered import TieredStore
-
-        names = tiers_of(url)
-        limits = [min(limit, _default(name)) if limit else None for name in names[:-1]] + [limit]
-        return TieredStore([_open(name, size, ttl, tenant, secret) for name, size in zip(names, limits, strict=True)])
-    return _open(url, limit, ttl, tenant, secret)
-
-
-def _secret(key: str | bytes | None, tenant: str) -> bytes | None:
-    """Return the key that seals a tenant's records, so that another tenant's are foreign to it."""
-    if key is None:
-        return None
-    return hmac.digest(_key_bytes(key), digest("store", tenant).encode(), "sha256")
 
 
 def _key_bytes(key: str | bytes) -> bytes:

@@ -1,8 +1,9 @@
-"""Writers of records: at once, or by a thread that writes one after another while answers go on."""
+"""A writer of records, also by a thread while answers go on, and the leases of windows on what was put."""
 
 import json
 import logging
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -15,47 +16,6 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 Entry = tuple[R, dict[str, Any]]
 """A record and the metadata stored beside it."""
-
-
-class WriteThrough(Generic[R]):
-    """Writes that are carried out at once, so that nothing is ever pending; thread-safe.
-
-    Args:
-        store: holds what was written, with its leases.
-        write: writes a record under a key; returns False where the store refused it.
-    """
-
-    def __init__(self, store: Store, write: Callable[[str, Entry[R]], bool]) -> None:
-        self._store, self._write = store, write
-        self._pending: dict[str, _Pending[R]] = {}
-
-    def put(self, key: str, record: Entry[R], nbytes: int) -> bool:
-        """Write ``record``, which holds ``nbytes`` of memory; return False where it is known to be refused."""
-        return self._write(key, record)
-
-    def get(self, key: str) -> Entry[R] | None:
-        """Return the record of ``key`` that is not in the store yet, with its metadata as it will be read."""
-        pending = self._pending.get(key)
-        return None if pending is None else pending.record
-
-    def pending(self, keys: Collection[str]) -> set[str]:
-        """Return those of ``keys`` that are not in the store yet."""
-        return set(filter(self._pending.__contains__, keys)) if self._pending else set()
-
-    def delete(self, key: str) -> bool:
-        """Do not write ``key`` any more, or wait until it is written; return True if it was pending."""
-        return False
-
-    def lease(self, key: str) -> bool:
-        """Protect ``key`` from eviction; return False where it is neither pending nor stored."""
-        return self._store.lease(key)
-
-    def release(self, key: str) -> None:
-        """Release one lease of ``key``."""
-        self._store.release(key)
-
-    def flush(self) -> None:
-        """Wait until everything that was put is written. Cost: the writes that are pending."""
 
 
 @dataclass(eq=False)
@@ -77,26 +37,32 @@ class _Pending(Generic[R]):
     written: Future[Any] = field(default_factory=Future)
 
 
-class WriteBehind(WriteThrough[R]):
-    """Writes that a thread carries out in the order in which they came. Whoever ends the process waits for them.
+class Writer(Generic[R]):
+    """Writes in the order in which they came, at once or by a thread, for which whoever ends the process waits; thread-safe.
 
     Args:
-        store, write: as in `WriteThrough`.
-        failed: called for each record that could not be written.
-        max_bytes: memory of pending records from which on `put` waits for the oldest of them.
+        store: holds what was written, with its leases.
+        write: writes a record under a key; returns False where the store refused it.
+        failed: called for each record that the thread could not write.
+        max_bytes: memory of pending records from which on `put` waits for the oldest of them; 0 writes each at once.
     """
 
     def __init__(
         self, store: Store, write: Callable[[str, Entry[R]], bool], failed: Callable[[], None], max_bytes: int
     ) -> None:
-        super().__init__(store, write)
-        self._failed, self._max_bytes = failed, max_bytes
+        self._store, self._write, self._failed, self._max_bytes = store, write, failed, max_bytes
         self._lock = threading.RLock()  # held while a record goes over into the store's hands, with its leases
+        self._pending: dict[str, _Pending[R]] = {}
         self._nbytes = 0
         self._thread: ThreadPoolExecutor | None = None
 
     def put(self, key: str, record: Entry[R], nbytes: int) -> bool:
-        """Write ``record`` soon. One that is pending under its key is not written any more, and leaves its leases to it."""
+        """Write ``record``, which holds ``nbytes`` of memory; return False where it is known to be refused.
+
+        One that is pending under its key is not written any more, and leaves its leases to it.
+        """
+        if not self._max_bytes:
+            return self._write(key, record)
         meta = json.loads(json.dumps(record[1], allow_nan=False))
         while (oldest := self._oldest(nbytes)) is not None:
             oldest.written.result()
@@ -115,7 +81,17 @@ class WriteBehind(WriteThrough[R]):
                 self._carry_out(key, pending)
         return True
 
+    def get(self, key: str) -> Entry[R] | None:
+        """Return the record of ``key`` that is not in the store yet, with its metadata as it will be read."""
+        pending = self._pending.get(key)
+        return None if pending is None else pending.record
+
+    def pending(self, keys: Collection[str]) -> set[str]:
+        """Return those of ``keys`` that are not in the store yet."""
+        return set(filter(self._pending.__contains__, keys)) if self._pending else set()
+
     def delete(self, key: str) -> bool:
+        """Do not write ``key`` any more, or wait until it is written; return True if it was pending."""
         with self._lock:
             pending = self._pending.pop(key, None)
             if pending is None:
@@ -125,22 +101,25 @@ class WriteBehind(WriteThrough[R]):
         return True
 
     def lease(self, key: str) -> bool:
+        """Protect ``key`` from eviction; return False where it is neither pending nor stored."""
         with self._lock:
             pending = self._pending.get(key)
-            if pending is None:
-                return super().lease(key)
-            pending.leases += 1
-            return True
+            if pending is not None:
+                pending.leases += 1
+                return True
+        return self._store.lease(key)
 
     def release(self, key: str) -> None:
+        """Release one lease of ``key``."""
         with self._lock:
             pending = self._pending.get(key)
             if pending is not None and pending.leases:
                 pending.leases -= 1
-            else:
-                super().release(key)
+                return
+        self._store.release(key)
 
     def flush(self) -> None:
+        """Wait until everything that was put is written. Cost: the writes that are pending."""
         wait_for([pending.written for pending in list(self._pending.values())])
 
     def _oldest(self, nbytes: int) -> _Pending[R] | None:
@@ -160,6 +139,58 @@ class WriteBehind(WriteThrough[R]):
                 if self._pending.get(key) is pending:
                     del self._pending[key]
                     for _ in range(pending.leases):
-                        super().lease(key)
+                        self._store.lease(key)
                 self._nbytes -= pending.nbytes
             pending.written.set_result(None)
+
+
+class LeaseCounts:
+    """Base of `SpanRepository`: leases, also on records that ``writer`` has still to write; thread-safe."""
+
+    def __init__(self, writer: Writer[Any]) -> None:
+        self._writer = writer
+        self._leases: Counter[str] = Counter()
+        self._abandoned: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+
+    def lease(self, key: str) -> bool:
+        """Protect ``key`` from eviction until `release`; return False where the store does not hold it."""
+        leased = self._writer.lease(key)
+        if leased:
+            with self._lock:
+                self._leases[key] += 1
+        return leased
+
+    def release(self, key: str) -> None:
+        """Release one lease of ``key``."""
+        with self._lock:
+            self._leases[key] -= 1
+            if self._leases[key] <= 0:
+                del self._leases[key]
+        self._writer.release(key)
+
+    def abandon(self, release: Callable[[], None]) -> None:
+        """Call ``release`` later, before the next put, lookup of leases or edit of a window.
+
+        For finalizers: the garbage collector may run them in a thread that holds the store's lock.
+        """
+        self._abandoned.append(release)
+
+    def leased(self, key: str) -> bool:
+        """Return True if ``key`` is leased through this repository."""
+        return self.leases(key) > 0
+
+    def leases(self, key: str) -> int:
+        """Return the number of leases on ``key`` through this repository."""
+        self.release_abandoned()
+        with self._lock:
+            return self._leases.get(key, 0)
+
+    def release_abandoned(self) -> None:
+        """Release what was abandoned."""
+        while self._abandoned:
+            try:
+                release = self._abandoned.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            release()

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -48,7 +48,6 @@ class MooncakeStore(SealedStore):
             this process looks.
         tenant: has its own key space.
         secret: seals the records with a keyed code; None with a checksum.
-        clock: seconds that never go back; tests replace it.
 
     Attributes:
         failures: calls that the cluster refused or failed; each is a miss or a refused put.
@@ -66,13 +65,11 @@ class MooncakeStore(SealedStore):
         max_bytes: int = 2 << 30,
         ttl: float | None = None,
         tenant: str = "",
-        clock: Callable[[], float] = time.monotonic,
         secret: bytes | None = None,
     ) -> None:
         super().__init__(max_bytes, ttl, secret)
         master, options = _checked(url)
         self.name = f"mooncake://{master}"
-        self._clock = clock
         self._lock = threading.RLock()
         self._space = digest("tenant", tenant) + "/"
         self._put: OrderedDict[str, _Put] = OrderedDict()
@@ -137,7 +134,7 @@ class MooncakeStore(SealedStore):
                 log.warning("store %s could not write %s: Mooncake's error %d", self.name, key, answer)
                 return False
             self._lost(key, drop=False)
-            self._put[key] = _Put(len(blob), code, None if self.ttl is None else self._clock() + self.ttl)
+            self._put[key] = _Put(len(blob), code, None if self.ttl is None else time.monotonic() + self.ttl)
             self._bytes += len(blob)
             self._tally.count("puts")
             return True
@@ -212,7 +209,7 @@ class MooncakeStore(SealedStore):
     def _expire(self) -> None:
         if self.ttl is None:
             return
-        now = self._clock()
+        now = time.monotonic()
         with self._lock:
             for key in [k for k, put in self._put.items() if put.expires is not None and put.expires <= now]:
                 self._remove(key)

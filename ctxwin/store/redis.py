@@ -114,15 +114,12 @@ class RedisStore(SealedStore):
             raise OSError(
                 f"the store {self.name} cannot be reached ({error}); start the server, or check its address and login"
             ) from None
-        self.evicts = self._evicts_by_itself()
-
-    def _evicts_by_itself(self) -> bool:
         try:
             info = self._client.info("memory")
         except self._errors:  # a login that may not ask
-            return False
-        limit, policy = int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "noeviction"))
-        return limit > 0 and policy.startswith("allkeys")
+            info = {}
+        policy = str(info.get("maxmemory_policy", "noeviction"))
+        self.evicts = int(info.get("maxmemory", 0)) > 0 and policy.startswith("allkeys")
 
     def _enter(self, space: str) -> None:
         names = ("value:", "passing:", "retired:", "held:")

@@ -25,10 +25,9 @@ from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.store import codec
 from ctxwin.store.base import Store
-from ctxwin.store.behind import Entry, WriteBehind, WriteThrough
+from ctxwin.store.behind import Entry, LeaseCounts, Writer
 from ctxwin.store.failure_log import failure_logger
 from ctxwin.store.fp8 import is_packed
-from ctxwin.store.lease_counts import LeaseCounts
 from ctxwin.store.lru import LRUCache
 from ctxwin.store.span_codec import check_finite, decode_span, encode_span
 
@@ -106,12 +105,7 @@ class SpanRepository(LeaseCounts):
     ) -> None:
         if max_live_bytes is not None and max_live_bytes < 0:
             raise ValueError(f"max_live_bytes must be at least 0, got {max_live_bytes}")
-        writer: WriteThrough[SpanKV] = (
-            WriteBehind(store, self._write_pending, self._note_refused, _PENDING_BYTES)
-            if behind
-            else WriteThrough(store, self._write_span)
-        )
-        super().__init__(writer)
+        super().__init__(Writer(store, self._write_span, self._note_refused, _PENDING_BYTES if behind else 0))
         self.store = store
         self.identity = identity
         self.spec = spec
@@ -207,13 +201,10 @@ class SpanRepository(LeaseCounts):
         return count
 
     def _write_span(self, key: str, entry: Entry[SpanKV]) -> bool:
-        return self._put_blob(key, encode_span(*entry))
-
-    def _write_pending(self, key: str, entry: Entry[SpanKV]) -> bool:
-        """Store a span that was pending, which goes on as a view of its blob."""
+        """Store a span; one that was pending goes on as a view of its blob."""
         blob = encode_span(*entry)
         stored = self._put_blob(key, blob)
-        if stored:
+        if stored and self._writer.get(key) is not None:
             span, header = decode_span(blob, self.spec)
             object.__setattr__(span, "origin", entry[0].origin)
             self._cache(key, (span, header), len(blob))

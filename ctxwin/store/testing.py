@@ -8,7 +8,6 @@ Without ``max_bytes`` there is room for everything::
 """
 
 import tempfile
-import threading
 import time
 from abc import abstractmethod
 from collections import Counter
@@ -222,29 +221,21 @@ class StoreConformance:
 
     def test_threads(self, store: Store) -> None:
         """Four threads with keys of their own and shared ones."""
-        wrong: list[str] = []
 
         def work(name: int) -> None:
-            try:
-                for i in range(12):
-                    mine, shared = f"span/{name}-{i}", f"span/{i}"
-                    store.put(mine, mine.encode() * 50)
-                    store.put(shared, shared.encode() * 50)
-                    if store.get(mine) != mine.encode() * 50 or store.get(shared) != shared.encode() * 50:
-                        wrong.append(mine)
-                    if i % 3 == 0:
-                        store.lease(mine)
-                        store.release(mine)
-                        store.delete(mine)
-            except Exception as error:
-                wrong.append(repr(error))
+            for i in range(12):
+                mine, shared = f"span/{name}-{i}", f"span/{i}"
+                store.put(mine, mine.encode() * 50)
+                store.put(shared, shared.encode() * 50)
+                assert store.get(mine) == mine.encode() * 50
+                assert store.get(shared) == shared.encode() * 50
+                if i % 3 == 0:
+                    store.lease(mine)
+                    store.release(mine)
+                    store.delete(mine)
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
         assert store.stats().items == 12 + 4 * 8
         assert store.stats().leased == 0
 

@@ -191,20 +191,27 @@ def ask(
         total_s = time.perf_counter() - begin
         if stopped():
             raise AnswerStopped("the answer was stopped before its end")
-        prefill = _prefill_counts(core, prompt, generation)
+        prefill = 0, 0  # tokens computed ahead: of these, what served this ask, and what was computed in vain
+        if core.idle is not None:
+            computed = generation.computed_tokens + prompt.work.tokens
+            prefill = core.idle.served(state, layout, computed, prompt.query.tokens + prompt.sampling.max_tokens)
         outputs = _outputs(layout, generation, question.outputs) if wants_outputs and layout.exact else None
         core.commit(new_state)
         core.prefill_ahead(answered=True)
         usage = _usage(core, prompt, generation, prefill, total_s)
         core.vision_encodes = 0
-        _trace(core, usage)
+        tracing.note(
+            window=core.id, engine=usage.engine, prompt_tokens=usage.prompt_tokens, computed_tokens=usage.computed_tokens,
+            forwards=usage.forwards, bytes_loaded=usage.bytes_loaded,
+            **{f"lane.{lane}": tokens for lane, tokens in usage.reused_tokens.items()},
+        )  # fmt: skip
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered, outputs=outputs)
         ended_by_model = not ended and len(ids) < prompt.sampling.max_tokens and generation.finished
         served = ServedAnswer(
-            core.id, core.parent, state, answered_state, layout, strategy, fidelity, question.query,
+            core.id, core.parent, state, answered_state, strategy, fidelity, question.query,
             prompt.sampling.max_tokens, prompt.sampling.temperature, core.assembly.memo,
         )  # fmt: skip
-        core.audits.submit(served, answer, audited=audited, ended=ended_by_model)
+        core.audits.submit(served, layout, answer, audited=audited, ended=ended_by_model)
         if core.observers:
             new, lanes = (remembered,) if remembered else (), {c.entry.id: c.lane for c in layout.choices}
             details = {"query": question.query, "answer": answer, "lanes": lanes, "ended": ended_by_model}
@@ -302,14 +309,6 @@ def check_budget(state: State, query: int, max_tokens: int) -> None:
         )
 
 
-def _prefill_counts(core: WindowCore, prompt: _Prompt, generation: Generation) -> tuple[int, int]:
-    """Return how many tokens computed ahead served this ask, and how many were computed in vain."""
-    if core.idle is None:
-        return 0, 0
-    computed, behind = generation.computed_tokens + prompt.work.tokens, prompt.query.tokens + prompt.sampling.max_tokens
-    return core.idle.served(prompt.state, prompt.layout, computed, behind)
-
-
 def _usage(core: WindowCore, prompt: _Prompt, generation: Generation, ahead: tuple[int, int], total_s: float) -> Usage:
     state, layout, work = prompt.state, prompt.layout, prompt.work
     computed = layout.segments[0].span is None or work.system_prompt
@@ -323,14 +322,6 @@ def _usage(core: WindowCore, prompt: _Prompt, generation: Generation, ahead: tup
         ttft_s=prompt.layout_s + generation.ttft_s, total_s=total_s, planned_s=prompt.planned_ms / 1e3,
         exact=layout.exact and prompt.sampling.hold == 1, prefilled_tokens=ahead[0], missed_tokens=ahead[1],
         low_water_saves=advice.saved if (advice := core.sliding_advice()) else 0,
-    )  # fmt: skip
-
-
-def _trace(core: WindowCore, usage: Usage) -> None:
-    tracing.note(
-        window=core.id, engine=usage.engine, prompt_tokens=usage.prompt_tokens, computed_tokens=usage.computed_tokens,
-        forwards=usage.forwards, bytes_loaded=usage.bytes_loaded,
-        **{f"lane.{lane}": tokens for lane, tokens in usage.reused_tokens.items()},
     )  # fmt: skip
 
 

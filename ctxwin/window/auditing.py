@@ -12,6 +12,7 @@ from ctxwin.profiles import resolve
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
     from ctxwin.window.answer import Answer
+    from ctxwin.window.layout import Layout
     from ctxwin.window.protocols import OnFinding, ServedAnswer
     from ctxwin.window.state import State
 
@@ -95,8 +96,10 @@ class Auditing:
     def forget(self) -> None:
         """Drop what may be about forgotten content."""
 
-    def submit(self, served: ServedAnswer, answer: Answer, *, ended: bool, audited: bool = True) -> None:
-        """Take an answer that may be audited; ``ended``: the model ended it by itself."""
+    def submit(
+        self, served: ServedAnswer, layout: Layout, answer: Answer, *, ended: bool, audited: bool = True
+    ) -> None:
+        """Take an answer that may be audited, and the layout that served it; ``ended``: the model ended it by itself."""
 
 
 def open_audits(engine: Engine, requested: Fidelity, on_finding: OnFinding) -> Auditing:

@@ -408,20 +408,18 @@ class WindowCore:
         Old versions go, as they would bring it back. Other windows that hold it, placed or evicted, keep its media.
         """
         with prefiller_of(self.engine).hold():  # nothing of it may be stored behind the deletion
-            self._forget(state, entry)
-
-    def _forget(self, state: State, entry: Placed) -> None:
-        self._history.clear()
-        self._unshared.clear()
-        self.assembly.forget()
-        self.engine.repo.note_forgetting()
-        self.audits.forget()
-        if self.idle is not None:
-            self.idle.forget()
-        self.commit(state, "forget", [entry.id], remember=False)
-        with _opening:
-            others = [core for core in _open[self.engine.repo] if core.id != self.id and not core.closed]
-        placement.forget(self.engine, state, entry, [p for o in others for p in (*o.state.placed, *o.state.evicted)])
+            self._history.clear()
+            self._unshared.clear()
+            self.assembly.forget()
+            self.engine.repo.note_forgetting()
+            self.audits.forget()
+            if self.idle is not None:
+                self.idle.forget()
+            self.commit(state, "forget", [entry.id], remember=False)
+            with _opening:
+                others = [core for core in _open[self.engine.repo] if core.id != self.id and not core.closed]
+            held = [p for other in others for p in (*other.state.placed, *other.state.evicted)]
+            placement.forget(self.engine, state, entry, held)
 
     def take_back(self, placement_id: str) -> None:
         """Return to the previous version if the only edit since was appending, ``placement_id`` among others."""

@@ -331,7 +331,10 @@ class Prefiller:
                 self._work(job)
             except AnswerStopped:
                 window.counts.interrupted += 1
-                self._retry(job)
+                with self._wake:
+                    if not job.last and not job.cancelled:  # again, behind a longer pause each time
+                        again = replace(job, quiet_s=min(2 * job.quiet_s, _LONGEST_QUIET_S), place=None)
+                        self._jobs.setdefault(window, again)
             except Exception as error:
                 window.counts.failed += 1
                 _log.warning("computing ahead of a window's next ask failed, the window continues: %s", error)
@@ -347,13 +350,6 @@ class Prefiller:
             return engine.idle_s >= job.quiet_s and self._allowance(engine.tenant).add(0) > 0
         except Exception:
             return True
-
-    def _retry(self, job: _Job) -> None:
-        """Queue a job again that a request has interrupted, behind a longer pause each time."""
-        with self._wake:
-            if not job.last and not job.cancelled:
-                quiet_s = min(2 * job.quiet_s, _LONGEST_QUIET_S)
-                self._jobs.setdefault(job.window, _Job(job.window, job.state, job.fidelity, job.expected, quiet_s))
 
     def _allowance(self, tenant: str) -> Allowance:
         return self._allowances.setdefault(tenant, Allowance())

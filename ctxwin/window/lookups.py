@@ -18,7 +18,6 @@ from ctxwin.window.ask import exchange
 from ctxwin.window.toolcalls import Reader, Syntax, is_plain_text, template_of
 
 if TYPE_CHECKING:
-    from ctxwin.engines.base import Engine
     from ctxwin.window.ask import OnToken, Question
     from ctxwin.window.core import WindowCore
     from ctxwin.window.protocols import LibraryView, Searchable
@@ -33,9 +32,6 @@ class AskableWindow(Protocol):
 
     @property
     def core(self) -> WindowCore: ...
-
-    @property
-    def engine(self) -> Engine: ...
 
     def append(self, chunk: Chunk, /) -> str: ...
 
@@ -86,22 +82,22 @@ class LookUps:
         with ExitStack() as stack:
             talk = branch
             while (remembered := parts[-1].remembered) is not None:
-                turn = template_of(branch.engine).tool_turn()
+                turn = template_of(branch.core.engine).tool_turn()
                 if talk is branch:  # which must not grow
                     talk = stack.enter_context(closing(branch.fork()))
                     branch.core.take_back(remembered)
                 if not self._remaining_tokens(parts):
                     break
                 query = turn.tail
-                reserve = branch.engine.encode_query(query).tokens + self._remaining_tokens(parts)
+                reserve = branch.core.engine.encode_query(query).tokens + self._remaining_tokens(parts)
                 for i, call in enumerate(self._calls(parts[-1].text)):
                     if i:
-                        talk.append(Chunk.tokens(branch.engine.template_ids(turn.between)))
+                        talk.append(Chunk.tokens(branch.core.engine.template_ids(turn.between)))
                     done.append(self._place_matches(talk, call, reserve))
                 parts.append(self._part(talk, parts, on_token, stopped))
             chunks = [entry.chunk for entry in talk.core.state.placed[count:]]
         chunks = chunks[:-1] if parts[-1].remembered else chunks
-        return self._join(parts, done), [*chunks, exchange(branch.engine, query, parts[-1].token_ids)[0]]
+        return self._join(parts, done), [*chunks, exchange(branch.core.engine, query, parts[-1].token_ids)[0]]
 
     def _part(
         self, window: AskableWindow, earlier: Sequence[Answer], on_token: OnToken | None, stopped: Callable[[], bool]
@@ -109,8 +105,8 @@ class LookUps:
         """Return the answer up to its end, or up to look-ups; then it is remembered."""
         question, after, goes_on = self._question, None, False
         if question.libraries:
-            turn = template_of(window.engine).tool_turn()
-            if not is_plain_text(window.engine, turn.tail):
+            turn = template_of(window.core.engine).tool_turn()
+            if not is_plain_text(window.core.engine, turn.tail):
                 raise UnsupportedModel("the chat template ends tool results with special tokens, which no query holds")
             after, goes_on = turn.opening, len(earlier) < MOST
         part_question = replace(
@@ -155,11 +151,11 @@ class LookUps:
         if library.name not in self._views:
             view = self._views[library.name] = library.view(self.versions.get(library.name) or None)
             self.versions[library.name] = view.version
-        matches = self._views[library.name].find(query, HITS, talk.engine)
+        matches = self._views[library.name].find(query, HITS, talk.core.engine)
         chunks = []
         for chunk in matches:
             state = talk.core.state
-            if state.tokens + talk.engine.encode(chunk).tokens + reserve <= state.budget:
+            if state.tokens + talk.core.engine.encode(chunk).tokens + reserve <= state.budget:
                 talk.append(chunk)
                 chunks.append(chunk)
         if not chunks:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ctxwin.store.spans import SpanRepository
     from ctxwin.window.answer import Disposability
     from ctxwin.window.continuation import ServedMemos
-    from ctxwin.window.layout import Layout, Work
+    from ctxwin.window.layout import Work
     from ctxwin.window.state import Placed, State
 
 
@@ -155,12 +155,11 @@ OnFinding = Callable[[Sequence[str], str, dict[str, float | bool], str], None]
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """An answer's question, layout and fidelity.
+    """An answer's question, window and fidelity.
 
     Attributes:
         window, parent: ids.
         state, state_after: the window's state at the question, and after new KV was written back to it.
-        layout: the layout that served it.
         strategy: the promoted strategy that served it.
         fidelity: the fidelity in force.
         max_tokens, temperature: of the answer.
@@ -171,7 +170,6 @@ class ServedAnswer:
     parent: str | None
     state: State
     state_after: State
-    layout: Layout
     strategy: str | None
     fidelity: Fidelity
     query: str

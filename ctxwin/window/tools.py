@@ -38,7 +38,7 @@ class ToolBranch:
         Raises UnsupportedModel where the chat template takes no tools, or writes calls in a form that cannot be read.
         """
         tools = (*question.tools, *([lookups.tool(question.libraries)] if question.libraries else []))
-        session = LookUps(question, learn(window.engine), dict(window.core.state.libraries))
+        session = LookUps(question, learn(window.core.engine), dict(window.core.state.libraries))
         with window.core.writing(edit=bool(question.remember), stopped=stopped) as state:
             answer, chunks = session.answer(self._synced_branch(window, tools), on_token, stopped)
             if question.remember is True or (question.remember and question.remember(answer.text)):
@@ -62,8 +62,8 @@ class ToolBranch:
         key = json.dumps([own_prompt, definitions])
         if self._branch is None or self._key != key:
             self.close()
-            system_prompt = template_of(window.engine).system(own_prompt, json.loads(key)[1])
-            if not is_plain_text(window.engine, system_prompt):
+            system_prompt = template_of(window.core.engine).system(own_prompt, json.loads(key)[1])
+            if not is_plain_text(window.core.engine, system_prompt):
                 raise UnsupportedModel("the chat template has special tokens for tools, which no system prompt holds")
             self._branch, self._key = window.fork(system_prompt), key
             with self._branch.core.writing() as state:

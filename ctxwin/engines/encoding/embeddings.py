@@ -19,13 +19,13 @@ _log = failure_logger("ctxwin.engines")
 class Embeddings:
     """Vision embeddings by key, with their patch grid, in a repository.
 
-    What the store refuses (full, everything leased) is kept in memory, up to ``max_bytes``, for the forward that follows an
+    What the store refuses (full, everything leased) is kept in memory, up to 256 MiB, for the forward that follows an
     encode.
     """
 
-    def __init__(self, repository: SpanRepository, max_bytes: int = 256 << 20) -> None:
+    def __init__(self, repository: SpanRepository) -> None:
         self._repository = repository
-        self._refused: LRUCache[tuple[torch.Tensor, Grid]] = LRUCache(max_bytes)
+        self._refused: LRUCache[tuple[torch.Tensor, Grid]] = LRUCache(256 << 20)
 
     def get(self, key: str) -> tuple[torch.Tensor, Grid] | None:
         """``([tokens, width], (t, h, w))``, or None where either is gone or unreadable."""

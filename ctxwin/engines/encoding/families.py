@@ -266,8 +266,11 @@ def process_images(
         return processed["pixel_values"], torch.stack([torch.ones_like(high), high, wide], dim=1)
     if family.marks:
         uncut = str(config.model_type) == "llava_onevision"
+        options = {"return_row_col_info": True} if family.tiles else {}
+        if family.tiles and frames:
+            options["do_image_splitting"] = False
         images = [[*pictures] * _SEVERAL] if uncut else list(pictures)
-        processed = processor(images=images, return_tensors="pt", **_uncut(family, frames))
+        processed = processor(images=images, return_tensors="pt", **options)
         pixels = processed["pixel_values"][:1]
         if family.tiles:
             return pixels, torch.tensor([[pixels.shape[1], processed["rows"][0][0], processed["cols"][0][0]]])
@@ -287,12 +290,6 @@ def process_images(
     tiles = [int(n) for n in processed["num_patches"]]
     grids = [(n, int(pixels.shape[-2]) // high, int(pixels.shape[-1]) // wide) for n in tiles]
     return pixels, torch.tensor(grids, dtype=torch.int64)
-
-
-def _uncut(family: Family, frames: bool) -> dict[str, Any]:
-    if not family.tiles:
-        return {}
-    return {"return_row_col_info": True} | ({"do_image_splitting": False} if frames else {})
 
 
 def process_video(family: Family, processor: Any, frames: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

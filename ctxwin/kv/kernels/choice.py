@@ -69,7 +69,10 @@ def choose(
     key = (str(device), dtype, count, spec.k_dim, spec.v_dim, rope.rotary_dim, rope.pairing)
     with _lock:
         if key not in _good:
-            _good[key] = _tried(fast, replace(spec, heads=count), dtype, device)
+            fault = fault_of(lambda: trial(load_class(fast), replace(spec, heads=count), dtype, device))
+            if fault is not None:
+                report(f"the {fast} load kernel is not used on {device} for {dtype}: {fault}")
+            _good[key] = fault is None
         return fast if _good[key] else "cpu"
 
 
@@ -154,10 +157,3 @@ def fault_of(check: Callable[[], str | None]) -> str | None:
         return check()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-
-
-def _tried(kernel: Kernel, spec: KVSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    fault = fault_of(lambda: trial(load_class(kernel), spec, dtype, device))
-    if fault is not None:
-        report(f"the {kernel} load kernel is not used on {device} for {dtype}: {fault}")
-    return fault is None

@@ -548,9 +548,8 @@ class _Emitter(VectorBuilder):
         self.past = b.icmp_signed("!=", past, integer(0))
         with b.if_else(b.icmp_signed("==", count, integer(self.tile))) as (whole, part):
             with whole, self.loop(integer(dim), math.gcd(dim, _SQUARE)) as first:
-                places = []
-                for i, column in enumerate(self._square(scratch, first)):
-                    places.append((out, b.mul(b.add(first, integer(i)), k_step), column))
+                columns = enumerate(self._square(scratch, first))
+                places = [(out, b.mul(b.add(first, integer(i)), k_step), column) for i, column in columns]
                 self.store_all(places, dtype, True)
             with part, self.loop(count) as token, self.loop(integer(dim)) as at:
                 number = self.load(scratch, b.add(b.mul(token, integer(self.row)), at), dtype, 1)
