@@ -316,7 +316,7 @@ def parts(
                     cache.put(key, chunk.light(), 1)
             yield chunk
         else:
-            raise ValueError(f"a content block must be text, an image or a video, got {_short(block)}")
+            raise ValueError(f"a content block must be text, an image or a video, got {block!r:.120}")
 
 
 def text_of(message: BaseMessage) -> str:
@@ -366,7 +366,7 @@ def _media(block: dict[str, Any], kind: str, folder: str | Path | None) -> Any:
         if source is not None:
             return _load(Path(source) if name == "path" else source, kind, folder)
     remedy = "; put the picture itself there: this window or its store has not got it" if "chunk" in block else ""
-    raise ValueError(f"an {kind} block must have base64, data, path or a url, got {_short(block)}{remedy}")
+    raise ValueError(f"an {kind} block must have base64, data, path or a url, got {block!r:.120}{remedy}")
 
 
 def _load(source: Any, kind: str, folder: str | Path | None) -> Any:
@@ -402,8 +402,3 @@ def _decode_base64(data: str, kind: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
         raise BadMedia(f"an {kind} must be valid base64, got {data[:20]!r}...: {error}") from error
-
-
-def _short(block: Any) -> str:
-    text = repr(block)
-    return text if len(text) <= 120 else text[:120] + "..."

@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from starlette.datastructures import Headers
@@ -72,11 +73,7 @@ def hint_of(path: str, headers: Headers, body: bytes, parse: Callable[[bytes], A
     """
     if window := _WINDOW.match(path):
         return Hint(window=window[1])
-    chunks: set[str] = set()
-    for match in _CHUNK.finditer(body):
-        chunks.add(match[1].decode())
-        if len(chunks) >= _MAX_CHUNKS:
-            break
+    chunks = frozenset(match[1].decode() for match in islice(_CHUNK.finditer(body), _MAX_CHUNKS))
     session = ""
     if path in ROUTES:
         try:
@@ -84,7 +81,7 @@ def hint_of(path: str, headers: Headers, body: bytes, parse: Callable[[bytes], A
         except (ValueError, CtxwinError):
             data = None  # the replica reports the error
         session = conversation_name(headers, data if isinstance(data, dict) else {})
-    return Hint(session=session, chunks=frozenset(chunks))
+    return Hint(session=session, chunks=chunks)
 
 
 def window_prefix(replica: str) -> str:

@@ -477,14 +477,10 @@ def _ended(error: BaseException) -> EngineFailed:
     return EngineFailed(f"vLLM's engine process has ended ({cause}); close this engine and open a new one")
 
 
-@contextlib.contextmanager
-def _no_compilation(config: Any) -> Iterator[None]:
+def _no_compilation(config: Any) -> contextlib.AbstractContextManager[Any]:
     """Run vLLM's few ``torch.compile``d sampling functions uncompiled on a CPU, where compiling them takes 17 s."""
-    if config.device_config.device_type == "cpu" and config.model_config.enforce_eager:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
+    eager = config.device_config.device_type == "cpu" and config.model_config.enforce_eager
+    return torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
 
 
 @atexit.register

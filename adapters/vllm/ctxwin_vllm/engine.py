@@ -24,6 +24,7 @@ from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Call, Encoded, Segment
 from ctxwin.engines.vllm_support import requirement
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
+from ctxwin.hashing import digest
 from ctxwin.kv.config import sliding_window
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.relocate import relocate
@@ -33,7 +34,7 @@ from ctxwin_vllm.asks import Ask, AskRunner
 from ctxwin_vllm.core import Core
 from ctxwin_vllm.elimination import BudgetedAnswer, check_hold
 from ctxwin_vllm.forecast import forecast
-from ctxwin_vllm.lora import Adapter, identity_with
+from ctxwin_vllm.lora import Adapter
 from ctxwin_vllm.prompts import EnginePrompts, PromptBuilder
 from ctxwin_vllm.requests import Forced, LoadError, StreamGuard
 from ctxwin_vllm.stage_outputs import NOT_COMPUTED
@@ -145,7 +146,9 @@ class VLLMEngine(EncodingEngine):
     def _open(self, core: Core, store: Store | None, tenant: str, adapter: Adapter | None = None) -> None:
         core.retain()
         self._core = core
-        kv = replace(core.kv, identity=identity_with(core.kv.identity, adapter))
+        kv = core.kv
+        if adapter is not None:
+            kv = replace(kv, identity=digest("adapted", kv.identity, adapter.id))
         self._lock = threading.RLock()
         self._tenant = tenant
         try:

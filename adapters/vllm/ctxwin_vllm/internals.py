@@ -209,14 +209,13 @@ def stage_inputs(runner: Any, tokens: int) -> dict[str, Any]:
     """
     if pipeline()[0] == 0:
         return {}
+    options = {"dtype": runner.model_config.dtype, "device": runner.device}
+    make = partial(runner.model.make_empty_intermediate_tensors, **options)
     if getattr(runner, "intermediate_tensors", False) is None:
-        options = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
-        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(**options)
-    dtype, device = runner.model_config.dtype, runner.device
-    intermediate = runner.model.make_empty_intermediate_tensors(batch_size=tokens, dtype=dtype, device=device)
+        runner.intermediate_tensors = make(batch_size=runner.max_num_tokens)
+    intermediate = make(batch_size=tokens)
     for name, tensor in intermediate.tensors.items():
-        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
-        tensor.copy_(noise)
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name))))
     return {"intermediate_tensors": intermediate}
 
 

@@ -70,11 +70,6 @@ class Adapter:
         return LoRARequest(self.id, number, str(self.path))
 
 
-def identity_with(identity: str, adapter: Adapter | None) -> str:
-    """Return the identity of a model with an adapter."""
-    return identity if adapter is None else digest("adapted", identity, adapter.id)
-
-
 def options_for(adapter: Adapter) -> dict[str, Any]:
     """Return the engine arguments of vLLM under which the adapter can be served, with up to three others."""
     return {"enable_lora": True, "max_loras": 4, "max_lora_rank": max_rank(adapter.rank)}
@@ -82,7 +77,4 @@ def options_for(adapter: Adapter) -> dict[str, Any]:
 
 def max_rank(rank: int) -> int:
     """Return the least ``max_lora_rank`` of vLLM for an adapter of ``rank``."""
-    return next(r for r in _RANKS if r >= rank)
-
-
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512, 1 << 30)  # those that vLLM takes
+    return next(r for r in (8, 16, 32, 64, 128, 256, 320, 512, 1 << 30) if r >= rank)

@@ -226,15 +226,10 @@ class Group:
         for b in range(len(self)):
             yield from (self.deficit(b, place) for place in range(1, len(self.places)))
 
-    def patch(self, b: int, place: int, rank: int | None, variant: str = "") -> Patch:
-        """The patch on the canonical, formed after exactly what precedes it; ``variant`` as in `Patcher`."""
-        key = ("canonical", b, place, variant)
-        return self.patcher.variant(variant).patch(lambda: self.deficit(b, place), rank, self._patches, key)
-
-    def removal(self, b: int, place: int, rank: int | None, variant: str = "") -> Patch:
-        """The patch on the survivor that removes what left the window."""
-        key, patcher = ("kept", b, place, variant), self.patcher.variant(variant)
-        return patcher.patch(lambda: self.deficit(b, place, against="survivor"), rank, self._patches, key)
+    def patch(self, b: int, place: int, rank: int | None, variant: str = "", *, against: str = "canonical") -> Patch:
+        """The patch of a `deficit`: on the survivor it removes what left the window. ``variant`` as in `Patcher`."""
+        patcher, key = self.patcher.variant(variant), (against, b, place, variant)
+        return patcher.patch(lambda: self.deficit(b, place, against=against), rank, self._patches, key)
 
     def compressed(self, lost: Deficit, rank: int | None, key: object) -> Patch:
         """The patch of an arm's own deficit; ``key`` tells it from others of this group."""

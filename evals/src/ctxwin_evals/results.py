@@ -17,8 +17,9 @@ from typing import Any
 import ctxwin
 from ctxwin.files import atomic_write
 from ctxwin_evals.benchmarks.base import DataTask
+from ctxwin_evals.items import grouped
 from ctxwin_evals.metrics import Outcome, agreed, harmed, measured
-from ctxwin_evals.samples import Sample, Samples, read_samples
+from ctxwin_evals.samples import Samples, read_samples
 from ctxwin_evals.score import Cells, Scorer, Table, TaskOf, select
 from ctxwin_evals.stats import standard_error
 
@@ -79,7 +80,7 @@ def _result(table: Table, samples: Samples, n: int | None) -> dict[str, Any]:
     tasks = {name: table.scorer.task(name) for name in table.rows}
     metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": up} for m, up in HIGHER.items()]
     settings = {k: v for k, v in config.items() if k not in ("format", "tasks", "model")}
-    settings |= {"model_args": _model(samples), "model_sha": config.get("model")}
+    settings |= {"model_args": config.get("name", ""), "model_sha": config.get("model")}
     return {
         "results": {name: {"alias": name} | _figures(name, table, cells) for name in tasks},
         "configs": {
@@ -99,11 +100,6 @@ def _result(table: Table, samples: Samples, n: int | None) -> dict[str, Any]:
             for name in tasks
         },
     }
-
-
-def _model(samples: Samples) -> str:
-    """The model's name; what older runs have as their model, which in newer ones is a digest."""
-    return str(samples.config.get("name") or samples.config.get("model", ""))
 
 
 def _figures(task: str, table: Table, cells: Cells) -> dict[str, Any]:
@@ -189,10 +185,8 @@ def export_run(folder: Path, arm: str, output: Path) -> dict[str, Path]:
     serve has an empty answer. Raises ValueError for an arm that is not there, or a run without any such task.
     """
     samples, scorer = read_samples(folder), Scorer()
-    model = re.sub(r"[^\w.-]+", "_", Path(_model(samples) or "model").name)
-    by_task: dict[str, list[Sample]] = {}
-    for row in samples.rows.values():
-        by_task.setdefault(row.task, []).append(row)
+    model = re.sub(r"[^\w.-]+", "_", str(samples.config.get("name") or "model"))
+    by_task = grouped(samples.rows.values(), lambda row: row.task)
     tasks = {name: task for name in by_task if isinstance(task := scorer.task(name), DataTask)}
     if not tasks:
         raise ValueError(f"{folder} must hold answers to a benchmark's data, got {', '.join(by_task) or 'no answers'}")

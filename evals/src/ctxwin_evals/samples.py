@@ -196,11 +196,6 @@ def open_samples(folder: Path, config: dict[str, Any]) -> Samples:
     return samples
 
 
-def read_samples(folder: Path) -> Samples:
-    """Read a folder without changing it, also during a run; raise ValueError where it holds no run, or a damaged one."""
-    return _read(folder, mend=False)
-
-
 def _open_file(folder: Path, config: dict[str, Any]) -> Samples:
     path = folder / "config.json"
     if not path.exists():
@@ -210,7 +205,7 @@ def _open_file(folder: Path, config: dict[str, Any]) -> Samples:
         atomic_write(path, (json.dumps({**config, _CREATED: created}, indent=1) + "\n").encode(), durable=True)
         sync_folder(folder)
         return Samples(folder, config, created)
-    samples = _read(folder, mend=True)
+    samples = read_samples(folder, mend=True)
     if differs := list(_differences(samples.config, json.loads(json.dumps(config)))):
         got = "; ".join(differs)
         raise ValueError(f"{folder} must hold samples of this configuration, got {got}; choose another --output")
@@ -240,16 +235,17 @@ def _differences(recorded: dict[str, Any], current: dict[str, Any], prefix: str 
     """Yield the differences of two configurations, nested ones by their inner names."""
     for key in sorted({*recorded, *current}):
         there, now = recorded.get(key), current.get(key)
-        if key == "skip_missing":  # of older runs; whether items are left out changes none of the others
-            continue
         if isinstance(there, dict) and isinstance(now, dict):
             yield from _differences(there, now, f"{prefix}{key}.")
         elif there != now:
             yield f"{prefix}{key} {there!r} there, {now!r} now"
 
 
-def _read(folder: Path, *, mend: bool) -> Samples:
-    """The configuration and the whole lines of a folder; ``mend`` cuts off a torn last line."""
+def read_samples(folder: Path, *, mend: bool = False) -> Samples:
+    """Read a folder, also during a run; raise ValueError where it holds no run, or a damaged one.
+
+    It stays as it is, unless ``mend`` says that a torn last line be cut off.
+    """
     path = folder / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

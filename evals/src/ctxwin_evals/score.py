@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from ctxwin_evals.benchmarks import mm_niah
-from ctxwin_evals.items import Scored, Task
+from ctxwin_evals.items import Scored, Task, grouped
 from ctxwin_evals.metrics import Figures, Match, Outcome, Pair, Setting, best_patched, cell, matched, paired
 from ctxwin_evals.samples import Sample, Samples
 
@@ -155,10 +155,10 @@ class Table:
         scores = [self.scorer.scored(row).score for row in rows]
         unserved = self.unserved.get((task, arm), [])
         figures["unscored"] = len(unserved)
-        frames: dict[int, list[float | None]] = defaultdict(list)
-        for row, score in zip(rows, scores, strict=True):
-            frames[row.frames].append(score)
-        figures["by_frames"] = {str(count): _accuracy(some) for count, some in sorted(frames.items())}
+        frames = grouped(zip(rows, scores, strict=True), lambda scored: scored[0].frames)
+        figures["by_frames"] = {
+            str(count): _accuracy([score for _, score in some]) for count, some in sorted(frames.items())
+        }
         if unserved:
             figures["unscored_why"] = dict(Counter(row.unscored or "" for row in unserved))
         for name in ("tokens", "computed", "forwards", "encodes"):

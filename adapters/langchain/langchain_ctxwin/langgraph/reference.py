@@ -8,8 +8,8 @@ ones can no longer be recalled. A picture with a path survives a lost store; one
 The store is content-addressed. An *entry* is one placed or evicted chunk, written once and never changed. A *page* lists
 entries; the digests in it decide where it ends, so that a step rewrites only the last page. A *manifest* lists the entries
 in the window, the pages of evicted ones, and the other fields of the state. What lists entries also has their antecedents, as
-runs of orders that they share (`ctxwin.window.antecedents`); entries of earlier versions have lists of their own. A step writes
-a few KB, independent of the session's length. Nothing is leased: what the store drops is rebuilt or counted as lost.
+runs of orders that they share (`ctxwin.window.antecedents`). A step writes a few KB, independent of the session's length.
+Nothing is leased: what the store drops is rebuilt or counted as lost.
 
 A reference consists of dict, list, str, int and float: safe for every checkpoint serializer, also with
 ``LANGGRAPH_STRICT_MSGPACK=true``.
@@ -235,11 +235,9 @@ def _rank(reference: dict[str, Any]) -> tuple[Any, ...]:
 
 def _name(entry: Placed) -> str:
     """Return the digest of an entry, cached by the object's id; the cache holds the object, so the id stays unique."""
-    cached = _names.get(str(id(entry)))
-    if cached is None:
-        cached = entry, digest("entry", entry.model_dump(mode="json", exclude_defaults=True))
-        _names.put(str(id(entry)), cached, 1)
-    return cached[1]
+    return _names.get_or_build(
+        str(id(entry)), lambda: (entry, digest("entry", entry.model_dump(mode="json", exclude_defaults=True)))
+    )[1]
 
 
 def manifest_of(repo: SpanRepository, state: State) -> tuple[str, dict[str, Any], dict[str, list[str]]]:
@@ -305,8 +303,6 @@ def read_manifest(repo: SpanRepository, name: str) -> tuple[State, list[int], in
     lost = 0
     for page, length in record["evicted"]:
         listed = repo.get_json(f"page/{page}", bound=False) or {"names": []}
-        if isinstance(listed, list):  # of a version that listed antecedents in entries
-            listed = {"names": listed}
         readable = [p for p in _read_entries(repo, listed["names"], listed) if p is not None]
         evicted += readable
         lost += length - len(readable)
@@ -338,7 +334,7 @@ def _read_entries(repo: SpanRepository, names: Sequence[str], listed: Mapping[st
             fronts = [kv["kv"]["antecedents"] for kv in unpack({"orders": listed["orders"], "placed": runs})["placed"]]
     for i, (name, front) in enumerate(zip(names, fronts, strict=True)):
         if entries[i] is None and (record := repo.get_json(f"entry/{name}", bound=False)) is not None:
-            if "antecedents" not in (record.get("kv") or {"antecedents": ()}):
+            if record.get("kv"):
                 record["kv"] = None if front is None else record["kv"] | {"antecedents": front}
             with suppress(ValidationError):  # of a version that wrote other fields: a miss
                 entries[i] = entry = Placed.model_validate(record)

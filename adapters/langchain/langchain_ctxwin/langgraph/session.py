@@ -107,12 +107,7 @@ class Session(Window):
         notes: Mapping[str, Any],
         manifest: str = "",
     ) -> None:
-        """Set up a session that `over` has returned.
-
-        Args:
-            base: operations and adoptions before this session.
-            manifest: of the version that the window is at.
-        """
+        """Set up what `over` has returned, with the operations and adoptions so far and the manifest of its version."""
         self.lost = self.rebuilt = self._events = 0
         self.dropped: tuple[Mapping[str, Any], ...] = ()
         self._began = manifest

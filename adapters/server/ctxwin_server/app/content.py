@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ctxwin.hashing import digest
@@ -55,6 +56,7 @@ def own_name(kind: str, tenant: str, name: Any) -> str:
     return digest(kind, tenant, name if isinstance(name, str) else json.dumps(name))
 
 
+@dataclass(frozen=True)
 class ContentReader:
     """Checks the content of one tenant's request, counts its media, and gives them names of the tenant's own.
 
@@ -66,13 +68,10 @@ class ContentReader:
         video_size: width and height of a video by its header; BadMedia where it has none.
     """
 
-    def __init__(
-        self, tenant: str, allowance: Allowance, fetch: bool, video_size: Callable[[bytes], tuple[int, int]]
-    ) -> None:
-        self._tenant = tenant
-        self._allowance = allowance
-        self._fetch = fetch
-        self._video_size = video_size
+    tenant: str
+    allowance: Allowance
+    fetch: bool
+    video_size: Callable[[bytes], tuple[int, int]]
 
     def read_messages(self, messages: Any) -> None:
         """Read a chat's messages, or the items of a response's input. The media among them are changed in place.
@@ -146,16 +145,16 @@ class ContentReader:
             linked = isinstance(medium, str) and not _is_data(medium)
             name, named_by = secrets.token_hex(16) if linked else medium, "content"
         if name is not None:  # what a client chooses is never the name of a medium that has none
-            part["uuid"] = own_name(f"medium of a tenant by {named_by}", self._tenant, name)
+            part["uuid"] = own_name(f"medium of a tenant by {named_by}", self.tenant, name)
 
     def _read_url(self, kind: str, url: Any) -> None:
         if not isinstance(url, str):
             raise ValueError(f"the URL of a medium must be a text, got {_excerpt(url)}")
         if not _is_data(url):
-            if not self._fetch:
+            if not self.fetch:
                 raise NotAllowed(f"media must be data: URLs for tenants, got {url[:60]!r}; fetch it and send its bytes")
         elif kind in _PICTURES:
-            self._allowance.take_picture(*picture_size(decode_data("data:" + url[5:])))
+            self.allowance.take_picture(*picture_size(decode_data("data:" + url[5:])))
         elif kind == "video_url":
             self._take_video(url)
 
@@ -164,10 +163,10 @@ class ContentReader:
         head, _, data = url[5:].partition(",")
         if head.partition(";")[0].lower() == "video/jpeg":
             for frame in data.split(",", VIDEO_FRAMES)[:VIDEO_FRAMES]:
-                self._allowance.take_picture(*picture_size(decode_data(frame)))
+                self.allowance.take_picture(*picture_size(decode_data(frame)))
         else:
-            width, height = self._video_size(decode_data("data:" + url[5:]))
-            self._allowance.take_frames(VIDEO_FRAMES, VIDEO_FRAMES * width * height)
+            width, height = self.video_size(decode_data("data:" + url[5:]))
+            self.allowance.take_frames(VIDEO_FRAMES, VIDEO_FRAMES * width * height)
 
     def _read_source(self, part: dict[str, Any]) -> None:
         """Read a picture of ``/v1/messages``, which has no name, and append the tenant's mark to it.
@@ -193,8 +192,8 @@ class ContentReader:
         if key == "data" and comma:
             raise ValueError("data of a picture's source must be base64 alone, got a comma in it")
         picture = decode_data("data:" + medium[5:] if key == "url" else medium)
-        self._allowance.take_picture(*picture_size(picture))
-        mark = hmac.digest(_SECRET, self._tenant.encode(), "sha256")
+        self.allowance.take_picture(*picture_size(picture))
+        mark = hmac.digest(_SECRET, self.tenant.encode(), "sha256")
         source[key] = head + comma + base64.b64encode(picture + mark).decode()
 
 

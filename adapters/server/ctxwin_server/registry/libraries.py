@@ -188,7 +188,7 @@ class Preparation:
             self._wake.notify_all()
 
     def close(self) -> None:
-        """End the thread; queued libraries are queued again when a server reads them. Idempotent."""
+        """End the thread, once ``closing`` is set; queued libraries are queued again when a server reads them. Idempotent."""
         with self._wake:
             self._wake.notify_all()
         if self._thread is not None:
@@ -197,23 +197,20 @@ class Preparation:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._waiting or self._closing.is_set(), 1.0)
+                self._wake.wait_for(lambda: self._waiting or self._closing.is_set())
                 if self._closing.is_set():
                     return
-                if not self._waiting:
-                    continue
                 key, (engine, library) = self._waiting.popitem(last=False)
             try:
                 version = self._prepare(engine, library)
             except CtxwinError as error:
                 _log.warning("library %s was not prepared: %s", library.name, error)
-                continue
             except Exception:
                 _log.exception("library %s was not prepared", library.name)
-                continue
-            with self._wake:
-                if version is not None:
-                    self._known[key] = version
+            else:
+                with self._wake:
+                    if version is not None:
+                        self._known[key] = version
 
     def _prepare(self, engine: Engine, library: Library) -> int | None:
         """Prepare a library and return its version; None if the server shuts down first."""

@@ -137,7 +137,6 @@ class WindowRegistry:
         self._most = most
         self._limits = limits
         self._total = total
-        self._ttl_s = limits.window_ttl_s
         self._watch = watch
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._lock = threading.RLock()
@@ -253,7 +252,7 @@ class WindowRegistry:
     def sweep(self) -> int:
         """Save and close windows that were idle for too long; return how many."""
         with self._lock:
-            deadline = time.monotonic() - self._ttl_s
+            deadline = time.monotonic() - self._limits.window_ttl_s
             old = [i for i, entry in self._entries.items() if entry.users == 0 and entry.used <= deadline]
             return sum(map(self._put_aside, old))
 

@@ -129,9 +129,9 @@ class ChatClient:
                         cached = output.num_cached_tokens or 0
             computed, took = end - cached, time.monotonic() - began
             self._pace = computed / took or self._pace
-            prediction.reached, prediction.tokens, prediction.seconds = (
-                end, prediction.tokens + computed, prediction.seconds + took,
-            )  # fmt: skip
+            prediction.reached = end
+            prediction.tokens += computed
+            prediction.seconds += took
         if rendered is not None:
             ahead.result = "complete" if end >= last else "interrupted"
         raise asyncio.CancelledError

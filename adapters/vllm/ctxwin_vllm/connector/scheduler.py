@@ -101,9 +101,8 @@ class SchedulerHalf:
         count = meta.tokens_to_load(num_computed_tokens, request.num_prompt_tokens)
         answer = self._answers.get(request.request_id)
         if answer and (answer.schedule != meta.hold or request.num_tokens > answer.next):
-            handle = (
-                ""  # preempted: what it held is gone, and must not be loaded as it was, nor a step pass its elimination
-            )
+            # Preempted: what it held is gone, and must not be loaded as it was, nor a step pass its elimination.
+            handle = ""
         planned = num_computed_tokens, handle, meta
         if self._planned.get(request.request_id) != planned:  # vLLM calls this in every step for a waiting request
             self._planned[request.request_id] = planned
@@ -111,8 +110,9 @@ class SchedulerHalf:
         return count, count > 0 and self._background(meta, num_computed_tokens)
 
     def _background(self, meta: RequestMeta, hit: int) -> bool:
-        """Return True if a load runs outside the steps; for a hybrid vLLM fails single requests only then."""
-        return self.endpoint.kv.recurrent or meta.background(hit)
+        """Return True if a load after a prefix hit of ``hit`` tokens runs outside the steps, so that it is complete before its
+        blocks can be found; for a hybrid vLLM fails single requests only then."""
+        return self.endpoint.kv.recurrent or hit < meta.private_from
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load; called a second time, with no tokens, when a background load is done."""

@@ -103,10 +103,6 @@ class RequestMeta:
         ranges = self.captures.values()
         return next((end - begin for begin, end in ranges if begin == loaded and end is not None), 0)
 
-    def background(self, hit: int) -> bool:
-        """Return True if a load after a prefix hit of ``hit`` tokens must be complete before its blocks can be found."""
-        return hit < self.private_from
-
 
 @dataclass(eq=False, kw_only=True)
 class Transfer(RequestMeta):

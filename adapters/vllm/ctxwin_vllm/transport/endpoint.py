@@ -83,7 +83,7 @@ class SharedMemoryEndpoint(Endpoint):
         self._live: _FileCache[Any] = _FileCache(LIVE_BYTES, lambda key: (self.path / key.rpartition("@")[0]).exists())
 
     def request_meta(self, handle: str) -> RequestMeta | None:
-        """As `Endpoint.job`. Cost: one read for each handle, then a stat."""
+        """As `Endpoint.request_meta`. Cost: one read for each handle, then a stat."""
         if not is_handle(handle) or not self._exists(handle):
             self._requests.pop(handle)
             return None

@@ -228,7 +228,7 @@ class Removal(
     def serve(self, group: Group) -> list[Served | None]:
         results: list[Served | None] = []
         for b, row in enumerate(group.survivors):
-            patches = [group.removal(b, i, self.size, self.variant) for i in range(len(row))]
+            patches = [group.patch(b, i, self.size, self.variant, against="survivor") for i in range(len(row))]
             spans = [group.patched(s, p, i) for i, (s, p) in enumerate(zip(row, patches, strict=True))]
             formed = {"formed": float(group.context_tokens)}
             results.append(Served(spans, sum(p.nbytes for p in patches), group.kv_bytes(), extra=formed))

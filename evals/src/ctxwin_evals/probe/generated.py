@@ -85,10 +85,9 @@ class Scenes(Source):
         rng = np.random.default_rng((SPACE, 0x7363656E, seed_of("moving"), index))
         things = [t for _ in range(-(-(PLACED + slides) // PLACED)) for t in _things(rng, PLACED)][: PLACED + slides]
         questions = []
-        for slide in range(1, slides + 1):
-            last, last_but_one = LETTERS[slide + PLACED - 1], LETTERS[slide + PLACED - 2]
-            same = things[slide + PLACED - 1][0] == things[slide + PLACED - 2][0]
-            text = f"Do pictures {last_but_one} and {last} show the same color? Answer yes or no."
+        for last in range(PLACED, PLACED + slides):
+            text = f"Do pictures {LETTERS[last - 1]} and {LETTERS[last]} show the same color? Answer yes or no."
+            same = things[last][0] == things[last - 1][0]
             questions.append(Question(text, "cross", (PLACED - 2, PLACED - 1), "yes" if same else "no"))
         return Context(partial(self._drawn, things), ("picture",) * len(things), f"stream-{index}", tuple(questions))
 
