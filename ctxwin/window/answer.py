@@ -97,9 +97,10 @@ class Answer:
         text: without tool calls, where tools were offered; token_ids: with them.
         tool_calls, broken_calls: of the tools that were offered.
         looked_up: in the libraries that were offered, in order.
-        outputs: what forwards gave for each token of the prompt and of the answer but the last, tensors ``[tokens, ...]`` by name
-            (``hidden_states`` are the last ones); None unless the engine keeps them (``open_engine(..., outputs=True)``) and all
-            is exact. Of a server references to those that were asked for (`ctxwin_client.fetch_output`).
+        outputs: what forwards gave for each token of the prompt and of the answer, but for the last one where ``max_tokens``
+            ended it; tensors ``[tokens, ...]`` by name (``hidden_states`` are the last ones); None unless the engine keeps them
+            (``open_engine(..., outputs=True)``) and all is exact. Of a server references to those that were asked for
+            (`ctxwin_client.fetch_output`).
         others: the further answers, where more than one was asked for.
         first_token_logprobs: log-probability by token id, as many as asked for.
         audit: mean KL(re-prefill || served) a token, by the stricter reference, where this ask was audited; None until that is

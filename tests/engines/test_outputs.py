@@ -112,6 +112,16 @@ class TestBothEngines:
             outputs, _ = asked(engine, CHUNKS)
             torch.testing.assert_close(outputs[HIDDEN], before, atol=1e-5, rtol=0)
 
+    def test_only_the_last_token_of_an_answer_at_its_limit_has_none(self, opened: Opener) -> None:
+        with opened("memory:") as engine, Window(engine, HEADER) as window:
+            window.append(CHUNKS[0])
+            whole = window.ask(QUERY, max_tokens=4)
+            ended = window.ask(QUERY, max_tokens=4, stop=[whole.token_ids[2]])
+            for answer, lacking in ((whole, 1), (ended, 0)):
+                assert answer.outputs is not None
+                rows = len(answer.outputs[HIDDEN]) - answer.usage.prompt_tokens
+                assert rows == len(answer.token_ids) - lacking
+
 
 def test_a_killed_process_leaves_whole_records(folder: Path, tmp_path: Path) -> None:
     """Killed in the midst of its work; the next one is given what a process of its own is."""

@@ -280,6 +280,34 @@ def _with_specs(join: Any) -> Any:
     return add
 
 
+class _Rewound(torch.Generator):
+    """A request's generator on a CPU. It begins again where vLLM takes back a draw, by an offset that only GPUs' have.
+
+    A request that is preempted, and prefilled again in several steps, goes on with the draws of its first tokens.
+    """
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        self.manual_seed(self.initial_seed())
+
+
+@cache
+def rewind_generators() -> None:
+    """Let seeded requests be prefilled in several steps on a CPU, in this process."""
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    prepare = CachedRequestState.__post_init__
+
+    def prepare_rewound(self: Any) -> None:
+        if self.generator is not None and self.generator.device.type == "cpu":
+            self.generator = _Rewound().manual_seed(self.generator.initial_seed())
+        prepare(self)
+
+    CachedRequestState.__post_init__ = prepare_rewound
+
+
 def bare_model(config: Any) -> Any:
     """Return an instance of the model's class with its config only, to count positions where the model is in another process."""
     from torch import nn

@@ -53,6 +53,15 @@ def flood(engine: Any) -> int:
     return encodes
 
 
+def test_seeded_requests_that_are_prefilled_in_several_steps(engine: Any) -> None:
+    parts = encoded(engine, range(1, 14))
+    assert sum(part.tokens for part in parts) > CACHE
+    drawn = Sampling(max_tokens=6, temperature=2.0, seed=3)
+    query = engine.encode_query("what color")
+    answers = [engine.generate(laid(parts), query, drawn, salt=f"drawn {i}").token_ids for i in range(2)]
+    assert answers[0] == answers[1]
+
+
 def test_formed_long_after(engine: Any) -> None:
     """A canonical and a patch, by background requests that carry a grid and a name."""
     parts = encoded(engine, [1, 2, 3])

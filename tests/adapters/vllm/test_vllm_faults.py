@@ -131,6 +131,9 @@ class TestLifeCycle:
             assert gap(whole, made) < 1e-5
             for i in range(5):
                 torch.testing.assert_close(made.captured[i].k, whole.captured[i].k, atol=1e-5, rtol=0)
+            drawn = Sampling(max_tokens=6, temperature=2.0, seed=3)
+            once, in_steps = (e.generate(laid(parts), query, drawn, salt="drawn").token_ids for e in (engine, second))
+            assert in_steps == once
             spans = [made.captured[i] for i in range(5)]
             loaded = second.generate(laid(parts, spans), query, ALL, salt="two")
             assert gap(whole, loaded) < 1e-5 and loaded.bytes_loaded > 0

@@ -74,6 +74,7 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
             raise
         if role == KVConnectorRole.WORKER:
             internals.name_sharing_layers()
+            internals.rewind_generators()
         if hasattr(text_backbone(vllm_config.model_config.hf_config), "audio_config"):
             internals.pair_sound(get_model_cls(vllm_config.model_config))
         SchedulerHalf.__init__(self, endpoint, source, block_size, holds_kv[0])

@@ -265,10 +265,8 @@ class SchedulerHalf:
 
     def _orphaned(self, request: Request) -> bool:
         """Return True if a request's transfer is gone and its abort may still be under way."""
-        if not _handle(request):
-            return False
         now = time.monotonic()
-        return now - self._orphans.setdefault(request.request_id, now) < ABORT_S
+        return bool(_handle(request)) and now - self._orphans.setdefault(request.request_id, now) < ABORT_S
 
 
 def _handle(request: Request) -> str:
