@@ -177,7 +177,7 @@ class Chunk(BaseModel):
         return cls._of((TextPart(text=text),), metadata)
 
     @classmethod
-    def tokens(cls, ids: Sequence[int], **metadata: Any) -> Chunk:
+    def tokens(cls, ids: Iterable[int] | np.ndarray, **metadata: Any) -> Chunk:
         """Create a chunk of raw token ids, integers of any kind. Raises ValueError if there are none, or negative ones."""
         try:
             integers = tuple(map(operator.index, ids))
@@ -188,7 +188,7 @@ class Chunk(BaseModel):
         return cls._of((TokensPart(ids=integers),), metadata)
 
     @classmethod
-    def image(cls, image: str | Path | Image | np.ndarray | bytes, text: str = "", **metadata: Any) -> Chunk:
+    def image(cls, image: str | Path | Image | np.ndarray | bytes | bytearray, text: str = "", **metadata: Any) -> Chunk:
         """Create a chunk of an image with an optional line of text before it.
 
         Args:
@@ -205,7 +205,7 @@ class Chunk(BaseModel):
     @classmethod
     def video(
         cls,
-        video: str | Path | bytes | Sequence[Any],
+        video: str | Path | bytes | bytearray | np.ndarray | Sequence[Any],
         start: float | None = None,
         end: float | None = None,
         fps: float | None = None,
@@ -316,7 +316,8 @@ class Chunk(BaseModel):
     def pixels(self, part: MediaPart) -> np.ndarray | None:
         """Return decoded frames ``[F, H, W, 3]``, or samples ``[N]``, from memory or read again from the source.
 
-        None if both are gone, or if the source has changed since (its digest is compared).
+        What is in memory is read only: draw on a copy. None if both are gone, or if the source has changed since (its digest is
+        compared).
         """
         decoded = self._frames.get(part.content)
         if decoded is not None or part.source is None:
@@ -335,8 +336,10 @@ class Chunk(BaseModel):
 
     def holding(self, pixels: Mapping[str, np.ndarray]) -> Chunk:
         """Return the same chunk (same id) with decoded media in memory, by the media's ``content``."""
-        copy = self.model_copy()
-        copy._frames = {**self._frames, **pixels}
+        copy, views = self.model_copy(), {content: decoded.view() for content, decoded in pixels.items()}
+        for view in views.values():
+            view.flags.writeable = False  # what is drawn into it would be served under the digest of what was there
+        copy._frames = {**self._frames, **views}
         return copy
 
     def drawn_from(self, origin: str) -> Chunk:

@@ -43,7 +43,7 @@ class AdvancedFidelity(BaseModel):
 
     layout: Literal["joint", "quantized", "shared"] = "quantized"
     basis: str | None = None
-    eliminate: int = Field(0, ge=0)
+    eliminate: int = Field(default=0, ge=0)
     merge_prompt: bool = False
     reference: Reference = "stricter"
     forbid: tuple[Lane, ...] = ()

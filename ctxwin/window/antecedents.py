@@ -191,8 +191,9 @@ class Antecedents(Ids):
                 raise ValueError(f"antecedents must be a list of placement ids, got {value!r}"[:200])
             return cls(value)
 
-        listed = core_schema.plain_serializer_function_ser_schema(list)
-        return core_schema.no_info_plain_validator_function(checked, serialization=listed)
+        ids = core_schema.list_schema()  # or the numbers of a run, in a snapshot
+        listed = core_schema.plain_serializer_function_ser_schema(list, return_schema=ids)
+        return core_schema.no_info_plain_validator_function(checked, serialization=listed, json_schema_input_schema=ids)
 
 
 class Numbers:

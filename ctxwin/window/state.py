@@ -164,8 +164,8 @@ class State(BaseModel):
     fidelity: Fidelity
     version: int = 0
     arrivals: int = 0
-    placed: PlacedList[Placed] = PlacedList()
-    evicted: PlacedList[Placed] = PlacedList()
+    placed: PlacedList[Placed] = Field(default_factory=PlacedList)
+    evicted: PlacedList[Placed] = Field(default_factory=PlacedList)
     libraries: dict[str, int] = {}
 
     @model_serializer(mode="wrap")

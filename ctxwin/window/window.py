@@ -9,7 +9,7 @@ vLLM is imported here.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -107,13 +107,13 @@ class Window(WindowReader):
         self.retrieval: Retrieval = checked_policy("retrieval", retrieval or ById(), "choose")
         self._tool_branch = ToolBranch()
 
-    def at(self, version: int) -> Window:
+    def at(self, version: int) -> Self:
         """A read-only window on an old version (the newest 1,024 are kept); it can ask, plan, fork and snapshot.
 
         Fewer are kept where each has many chunks that the next one changed, but always 16. Every edit makes one version; `adopt`
         may skip some, which are read as the one before. Raises UnknownVersion.
         """
-        return Window.over(self.core.at(version), self.eviction, self.retrieval)
+        return self.over(self.core.at(version), self.eviction, self.retrieval)
 
     def undo(self) -> None:
         """Take back the last edit that is not taken back yet, as a new version; an answer is no edit.
@@ -145,7 +145,7 @@ class Window(WindowReader):
             self.core.commit(edits.append(state, entry), "append", [entry.id])
         return entry.id
 
-    def extend(self, chunks: Sequence[Chunk]) -> list[str]:
+    def extend(self, chunks: Iterable[Chunk]) -> list[str]:
         """Append several chunks, all or none; return their placement ids."""
         chunks = as_list("chunks", chunks, "a Chunk")
         with self.core.writing() as state:
@@ -353,14 +353,14 @@ class Window(WindowReader):
             self.core.commit(new, "append", list(ids), note=f"library {library.name}")
         return list(ids)
 
-    def reorder(self, ids: Sequence[str]) -> None:
+    def reorder(self, ids: Iterable[str]) -> None:
         """Put the placed chunks into the order ``ids``, a permutation of the placed ids (else ValueError)."""
         with self.core.writing() as state:
-            ids = as_list("ids", ids, "a placed id")
-            if sorted(ids, key=str) != sorted(self.ids):
-                raise ValueError(f"ids must be a permutation of the placed ids {sorted(self.ids)}, got {ids}")
-            if tuple(ids) != self.ids:
-                self.core.commit(edits.reorder(state, ids), "reorder", ids)
+            order = as_list("ids", ids, "a placed id")
+            if sorted(order, key=str) != sorted(self.ids):
+                raise ValueError(f"ids must be a permutation of the placed ids {sorted(self.ids)}, got {order}")
+            if tuple(order) != self.ids:
+                self.core.commit(edits.reorder(state, order), "reorder", order)
 
     def toggle(self, placement: str, *, conditioned: bool, lazy: bool = False) -> None:
         """Switch a chunk to its context-clean view (``conditioned=False``) or back to the same lane and bytes.
@@ -395,14 +395,14 @@ class Window(WindowReader):
             note = "pinned" if pinned else "free"
             self.core.commit(edits.update_entry(state, placement, pinned=pinned), "pin", [placement], note=note)
 
-    def fork(self, system_prompt: str | None = None) -> Window:
+    def fork(self, system_prompt: str | None = None) -> Self:
         """A copy-on-write branch: it shares every chunk and costs no KV bytes until it is edited.
 
         ``system_prompt`` opens it behind another system prompt; its chunks are then conditioned anew at the next ask, with no
         vision encode, unless the fidelity lets them keep their KV where few tokens differ (`Fidelity.edited_tokens`). `adopt`
         brings a branch's state back.
         """
-        return Window.over(self.core.fork(system_prompt), self.eviction, self.retrieval)
+        return self.over(self.core.fork(system_prompt), self.eviction, self.retrieval)
 
     def adopt(self, branch: Window, *, force: bool = False) -> None:
         """Make a branch's state this window's. The branch stays usable.

@@ -112,7 +112,10 @@ def test_a_chunk_survives_json_without_pixels(picture: np.ndarray) -> None:
     assert again == chunk
     assert again.id == chunk.id
     assert again.pixels(again.media[0]) is None
-    assert np.array_equal(chunk.pixels(chunk.media[0])[0], picture)  # type: ignore[index]
+    pixels = chunk.pixels(chunk.media[0])
+    assert pixels is not None and np.array_equal(pixels[0], picture)
+    with pytest.raises(ValueError, match="read-only"):  # others would be served what is drawn on it
+        pixels[:] = 0
     assert chunk.light().pixels(chunk.media[0]) is None
 
 

@@ -90,3 +90,10 @@ def test_what_is_wrong_is_said_in_one_line(change: dict[str, Any], said: str) ->
         assert str(refused.value) == said
     with pytest.raises(ValueError, match=r"^the snapshot is malformed: Invalid JSON: "):
         Window.restore(FakeEngine(), "{")
+
+
+def test_it_has_a_json_schema() -> None:
+    schema = State.model_json_schema()
+    data = state_of(7).model_dump(mode="json")
+    assert schema["properties"]["placed"]["type"] == "array" and data.keys() <= {*schema["properties"], "orders"}
+    assert schema["$defs"]["Conditioning"]["properties"]["antecedents"]["type"] == "array"

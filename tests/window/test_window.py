@@ -264,6 +264,14 @@ def test_a_fork_shares_everything_and_its_edits_stay_its_own(engine: FakeEngine,
         window.adopt(Window(engine, "hd"))
 
 
+def test_branches_and_versions_are_of_their_windows_class(engine: FakeEngine) -> None:
+    class Own(Window):
+        """A user's own class."""
+
+    window = Own(engine)
+    assert type(window.fork()) is type(window.at(0)) is type(Own.restore(engine, window.snapshot())) is Own
+
+
 def test_a_window_is_neither_copied_nor_pickled(window: Window) -> None:
     for take in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"a window must be forked or saved, .* take fork\(\) or snapshot\(\)"):

@@ -307,7 +307,7 @@ def process_video(family: Family, processor: Any, frames: np.ndarray) -> tuple[t
 
     short = -len(frames) % frames_per_group(processor.video_processor)
     filled = np.concatenate([frames, np.repeat(frames[-1:], short, axis=0)]) if short else frames
-    options: dict[str, Any] = {"videos": [torch.from_numpy(np.ascontiguousarray(filled)).permute(0, 3, 1, 2)]}
+    options: dict[str, Any] = {"videos": [torch.tensor(filled).permute(0, 3, 1, 2)]}
     options |= {"do_sample_frames": False, "return_tensors": "pt"}
     options |= {"text": processor.video_token} if family.sound else {}
     processed = (processor if family.sound else processor.video_processor)(**options)
