@@ -188,7 +188,9 @@ class Chunk(BaseModel):
         return cls._of((TokensPart(ids=integers),), metadata)
 
     @classmethod
-    def image(cls, image: str | Path | Image | np.ndarray | bytes | bytearray, text: str = "", **metadata: Any) -> Chunk:
+    def image(
+        cls, image: str | Path | Image | np.ndarray | bytes | bytearray, text: str = "", **metadata: Any
+    ) -> Chunk:
         """Create a chunk of an image with an optional line of text before it.
 
         Args:

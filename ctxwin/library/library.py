@@ -19,7 +19,7 @@ from ctxwin.errors import BadMedia, ChunkUnavailable, NameTaken, StoreFull, Unkn
 from ctxwin.hashing import digest
 from ctxwin.library.files import cut
 from ctxwin.library.prepared import prepare
-from ctxwin.library.records import Edition, Entry, Fenced, Granted, Head, Passage, Row, get, put
+from ctxwin.library.records import Edition, Entry, Fenced, Granted, Head, Passage, Row, get, nfc, put
 from ctxwin.library.retrieval import BM25, Corpus, Retriever
 from ctxwin.library.traces import collect, library_id, note_keys, note_trace, origin_of, traced_entries
 from ctxwin.library.views import Hit, LibraryView, unknown_file
@@ -27,7 +27,7 @@ from ctxwin.store.archive import read_archive, write_archive
 from ctxwin.store.base import Store, store_full
 from ctxwin.store.lru import LRUCache
 from ctxwin.store.spans import SpanRepository
-from ctxwin.validation import check_unicode
+from ctxwin.validation import check_numbers, check_unicode
 from ctxwin.window.removed import note_present, note_removed
 
 __all__ = ["KEPT", "Hit", "Library", "LibraryView", "granted", "libraries"]
@@ -73,6 +73,7 @@ class Library:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(f"a library's name must be 1 to 100 letters, digits, '_', '.' or '-', got {name!r:.120}")
         _check_ttl(ttl)
+        check_numbers(max_bytes=max_bytes, max_files=max_files, max_passages=max_passages)
         self.store, self.name, self.ttl = store, name, ttl
         self.retriever: Retriever = retriever or BM25()
         self.max_bytes, self.max_files, self.max_passages, self.clock = max_bytes, max_files, max_passages, clock
@@ -115,7 +116,7 @@ class Library:
 
     def add(
         self,
-        source: str | Path | bytes | Chunk,
+        source: str | Path | bytes | bytearray | memoryview | Chunk,
         name: str = "",
         *,
         caption: str = "",
@@ -138,7 +139,11 @@ class Library:
 
         Cost: decoding, a write per picture, and one of the list of files. No KV: see `prepare`.
         """
-        name = name or _named(source)
+        if not isinstance(source, str | Path | bytes | bytearray | memoryview | Chunk):
+            raise TypeError(f"source must be a path, the bytes of a file or a Chunk, got {type(source).__name__}")
+        source = bytes(source) if isinstance(source, bytearray | memoryview) else source
+        check_unicode("caption", caption)
+        name = nfc(name or _named(source))
         self.check_name(name, replace=replace)
         _check_ttl(ttl)
         return self.add_passages(name, *cut(source, name, caption), ttl=ttl, replace=replace)
@@ -148,7 +153,7 @@ class Library:
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"a file's name must be 1 to 255 characters without slashes, got {name[:300]!r}")
         check_unicode("a file's name", name)
-        if not replace and name in self.view().names:
+        if not replace and nfc(name) in self.view().names:
             raise NameTaken(_name_taken(name))
 
     def add_passages(
@@ -168,7 +173,7 @@ class Library:
         """
 
         def change(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-            remaining = tuple(r for r in rows if r.name != name)
+            remaining = tuple(r for r in rows if r.name != nfc(name))
             if len(remaining) == len(rows):
                 raise UnknownFile(unknown_file(name, self.name))
             return remaining
@@ -486,6 +491,7 @@ def granted(store: Store, tenant: str) -> tuple[str, ...]:
 
 
 def _check_ttl(ttl: float | None) -> None:
+    check_numbers(ttl=ttl)
     if ttl is not None and not 0 < ttl < math.inf:
         raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
 

@@ -18,9 +18,11 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Annotated, Any, TypeVar
+from unicodedata import normalize
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from ctxwin.chunk import Chunk
 from ctxwin.errors import StaleOwner, StoreUnavailable
@@ -32,6 +34,8 @@ _TRIES = 100
 _SPREAD = 16
 _log = logging.getLogger("ctxwin.library")
 M = TypeVar("M", bound=BaseModel)
+nfc = partial(normalize, "NFC")
+"""The name of a file as it is stored: systems differ in how they write its accents."""
 
 
 class _Record(BaseModel):
@@ -60,7 +64,7 @@ class Entry(_Record):
         ttl: seconds after its last use at which it expires; None: never.
     """
 
-    name: str
+    name: Annotated[str, AfterValidator(nfc)]
     passages: tuple[Passage, ...]
     bytes: int = 0
     added: float = 0.0
@@ -70,7 +74,7 @@ class Entry(_Record):
 class Row(_Record):
     """A file as an edition lists it. ``key`` is its `Entry`'s, ``expires`` seconds since the epoch, where that was asked for."""
 
-    name: str
+    name: Annotated[str, AfterValidator(nfc)]
     key: str
     passages: int
     bytes: int

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from operator import add
 from typing import TYPE_CHECKING, Any, Protocol
+from unicodedata import category, normalize
 
 import numpy as np
 
@@ -25,7 +27,11 @@ if TYPE_CHECKING:
 Ranked = list[tuple[int, float]]
 """Indices into a corpus with scores, best first."""
 _FUSED = 60  # the constant of Cormack, Clarke and Buettcher, "Reciprocal rank fusion" (SIGIR 2009)
-_WORDS = r"(?u)\w+"
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005\u3041-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u9fff"
+    "\uac00-\ud7a3\U00020000-\U0003ffff"
+)
+"""Letters of scripts without blanks between words (Thai to Khmer, kana, Han), and Hangul, whose words end in particles."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,9 @@ _Indices = partial(LRUCache[Any], 4)  # of the latest corpora, by name
 class BM25:
     """By words: BM25 (Robertson and Zaragoza, 2009) over names, captions and texts, by bm25s. Pictures find nothing.
 
+    Case and ways to write a letter (``ß``, ``SS``; composed or not; full width) make no difference. Scripts without blanks, and
+    Hangul, are found by pairs of letters, as by Lucene's ``CJKAnalyzer``, and a letter alone wherever it stands.
+
     Cost: an index of the corpus, once; then a pass over the query's words.
     """
 
@@ -86,7 +95,7 @@ class BM25:
 
         def build() -> Any:
             index = bm25s.BM25()
-            words = [_words(f"{name} {passage.text}") or [""] for name, passage in corpus.passages]
+            words = [_words(f"{name} {passage.text}", letters=True) or [""] for name, passage in corpus.passages]
             index.index(words, show_progress=False)
             return index
 
@@ -207,5 +216,18 @@ def _best(scores: np.ndarray, k: int, above: float) -> Ranked:
     return [(int(i), float(scores[i])) for i in order if scores[i] > above]
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(_WORDS, text.lower())
+def _words(text: str, *, letters: bool = False) -> list[str]:
+    """Return the words of a text, and pairs of unspaced letters; with ``letters`` these one by one, too, as they are indexed."""
+    words: list[str] = []
+    folded = normalize("NFKC", normalize("NFKC", text).casefold()).replace("i\u0307", "i")  # of the capital with a dot
+    for word, run in _pattern().findall(folded):
+        words += [word] if word else map(add, run, run[1:])
+        words += run if letters or len(run) == 1 else ()
+    return words
+
+
+@cache
+def _pattern() -> re.Pattern[str]:
+    """Return the pattern of words and of runs of unspaced letters; ``\\w`` lacks the marks by which many scripts write vowels."""
+    marks = "".join(c for c in map(chr, range(0x300, 0x1F000)) if category(c) in ("Mn", "Mc"))
+    return re.compile(rf"([^\W{_UNSPACED}]+(?:[{marks}]+[^\W{_UNSPACED}]*)*)|([{_UNSPACED}]+)")

@@ -9,7 +9,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import UnknownFile
 from ctxwin.library.prepared import lend
-from ctxwin.library.records import Entry, Passage, Row
+from ctxwin.library.records import Entry, Passage, Row, nfc
 from ctxwin.library.retrieval import Corpus, Retriever
 from ctxwin.store.spans import SpanRepository
 from ctxwin.validation import check_integer
@@ -63,7 +63,7 @@ class LibraryView:
     def entry(self, name: str) -> Entry:
         """A file. Raises UnknownFile, ChunkUnavailable."""
         for row in self.rows:
-            if row.name == name:
+            if row.name == nfc(name):
                 return self.library.entry(row)
         raise UnknownFile(unknown_file(name, self.library.name))
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,40 @@ def test_a_name_is_taken_until_it_is_replaced_or_removed(shelf: Library) -> None
     assert texts(shelf) == {}
 
 
+def test_a_name_is_the_same_however_its_accents_are_written(shelf: Library) -> None:
+    composed, apart = (unicodedata.normalize(form, "Kühler.txt") for form in ("NFC", "NFD"))
+    assert shelf.add(b"old", apart).name == composed
+    with pytest.raises(NameTaken):
+        shelf.add(b"new", composed)
+    assert shelf.view().entry(apart).name == composed
+    shelf.remove(apart)
+    assert texts(shelf) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"ttl": "7"}, "^ttl must be a number, got '7'$"),
+        ({"ttl": True}, "^ttl must be a number, got True$"),
+        ({"ttl": timedelta(days=1)}, "^ttl must be a number, got datetime.timedelta"),
+        ({"caption": 3}, "^caption must be a str, got int$"),
+        ({"source": 3}, "^source must be a path, the bytes of a file or a Chunk, got int$"),
+    ],
+)
+def test_values_of_another_type_are_refused(shelf: Library, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        shelf.add(**{"source": b"text", "name": "a.txt", **arguments})
+    assert shelf.files() == ()
+    with pytest.raises(TypeError, match=r"^max_files must be a number, got '7'$"):
+        Library(shelf.store, "other", max_files="7")  # type: ignore[arg-type]
+
+
+def test_bytes_of_any_kind_are_a_file(shelf: Library) -> None:
+    shelf.add(bytearray(b"one"), "a.txt")
+    shelf.add(memoryview(b"two"), "b.txt")
+    assert texts(shelf) == {"a.txt": ["one"], "b.txt": ["two"]}
+
+
 def test_old_versions_stay_readable(shelf: Library) -> None:
     shelf.add(b"one", "a.txt")
     before = shelf.view()
@@ -267,6 +303,7 @@ def test_threads_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
 
 ADDS = """
 import sys
+import unicodedata
 from ctxwin import Library, open_store
 store = open_store("disk:" + sys.argv[1])
 for i in range(1000):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
@@ -50,6 +51,30 @@ def test_words_find_by_words(full: Library) -> None:
     assert found(full, "1040")[0] == "tax.txt" and found(full, "shade 120")[0] == "120.png"
     assert found(full, "zebra") == [] and found(full, "?!") == [] and found(full, Chunk.text("red car")) == []
     assert found(full, "a", k=2) and len(found(full, "a square", k=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "found_by", "not_by"),
+    [
+        ("红色的泵在星期一加了油。", ["泵", "红色的泵", "泵在", "油"], ["阀", "油加"]),
+        ("ポンプは月曜日に注油された", ["ポンプ", "ﾎﾟﾝﾌﾟ", "注油"], ["バルブ"]),
+        ("펌프는 월요일에", ["펌프", unicodedata.normalize("NFD", "월요일")], ["밸브"]),
+        ("ปั๊มสีแดง", ["ปั๊ม", "แดง"], ["วาล์ว"]),
+        ("हिन्दी में लाल पंप", ["पंप"], ["पेप", "प"]),
+        (
+            "Die STRASSE am Kühler, İzmir",
+            ["straße", unicodedata.normalize("NFD", "KÜHLER"), "ＳＴＲＡＳＳＥ", "izmir"],
+            ["kuhler"],
+        ),
+    ],
+)
+def test_words_are_found_in_any_script_and_spelling(
+    shelf: Library, text: str, found_by: list[str], not_by: list[str]
+) -> None:
+    shelf.add(unicodedata.normalize("NFD", text).encode(), "a.txt")
+    shelf.add(b"another passage", "b.txt")
+    assert all(found(shelf, query) == ["a.txt"] for query in found_by)
+    assert not any(found(shelf, query) for query in not_by)
 
 
 def test_words_score_as_the_formula_says(full: Library) -> None:

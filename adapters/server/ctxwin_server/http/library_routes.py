@@ -13,7 +13,7 @@ from pydantic import Field
 from ctxwin.errors import UnknownFile
 from ctxwin.hashing import digest
 from ctxwin.library.library import Hit
-from ctxwin.library.records import Row
+from ctxwin.library.records import Row, nfc
 from ctxwin.validation import validate
 from ctxwin_chats.bodies import Body, FormBody
 from ctxwin_server.app.endpoints import LIBRARIES
@@ -122,7 +122,7 @@ async def describe_file(library: str, file: str, context: CurrentRequest) -> Res
 
     def work() -> dict[str, Any]:
         rows = context.tenant_state.libraries.find(library).files()
-        match = next((row for row in rows if row.name == file), None)
+        match = next((row for row in rows if row.name == nfc(file)), None)
         if match is None:
             raise UnknownFile(f"a file must be one of library {library}, got {file[:300]!r}; it may have expired")
         return _file(match)

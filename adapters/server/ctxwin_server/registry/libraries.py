@@ -115,12 +115,12 @@ class Libraries:
         library.check_name(file, replace=replace)
         passages = self.split(file, raw, caption, self.limits.max_pixels)
         try:
-            library.add_passages(file, passages, len(raw), ttl=ttl, replace=replace)
+            added = library.add_passages(file, passages, len(raw), ttl=ttl, replace=replace)
         except StoreFull:
             check_reachable(self.engine.repo.store, "files")
             raise
         self.due(self.engine, library)
-        return next(row for row in library.files() if row.name == file)
+        return next(row for row in library.files() if row.name == added.name)
 
     def search(self, name: str, query: str, k: int) -> list[Hit]:
         """Search a library for words; best matches first."""
