@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ctxwin.fidelity import Fidelity
@@ -15,21 +16,11 @@ if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
 
 
-def prefill_chunk(
-    assembly: Assembly, state: State, index: int, layout: Layout, fidelity: Fidelity, work: Work
-) -> State:
-    """Compute the chunk at ``index`` as an ask would, in one forward of its own; return the state after it."""
-    system_prompt = assembly.computed_system_prompt(state, layout.segments[0], work)
-    layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
-    span, layout = _in_place(assembly, state, index, layout, work)
-    return assembly.write_back(state, layout, {index + 1: span}, fidelity)
-
-
 def compute_chunk(
     assembly: Assembly, state: State, layout: Layout, index: int, work: Work, *, store: bool = True
 ) -> Layout:
-    """Compute the exact KV of the chunk at ``index``, which has an exact prefix with KV; return the layout with it.
-    The window does not change: the next ask finds what is stored by its provenance."""
+    """Compute the KV of the chunk at ``index`` as an ask would, behind a prefix with KV; return the layout with it. The window
+    does not change: the next ask finds what is stored by its provenance, which only tells of an exact prefix."""
     system_prompt = assembly.computed_system_prompt(state, layout.segments[0], work)
     layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
     segment, conditioning = layout.segments[index + 1], layout.choices[index].conditioning
@@ -45,7 +36,7 @@ def compute_chunk(
 def _in_place(assembly: Assembly, state: State, index: int, layout: Layout, work: Work) -> tuple[SpanKV, Layout]:
     """Return KV of a placed chunk in its present context, and the layout it was computed after in the end."""
     segment, front = layout.segments[index + 1], layout.segments[: index + 1]
-    fallbacks, entries = work.fallbacks, [c.entry for c in layout.choices[: index + 1]]
+    fallbacks, entries = work.fallbacks, map(attrgetter("entry"), layout.choices[: index + 1])
     span = assembly.prefill(front, segment.encoded, segment.start, work, entries, salt_of(front)[1])
     return span, layout.as_computed(state) if work.fallbacks > fallbacks else layout
 

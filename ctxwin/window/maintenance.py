@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ctxwin.errors import BudgetExceeded, ReadOnlyWindow
 from ctxwin.validation import check_integer
 from ctxwin.window import edits, orbits
 from ctxwin.window.core import WindowCore
 from ctxwin.window.idle import PrefillCounts
-from ctxwin.window.in_place import prefill_chunk, reform
+from ctxwin.window.in_place import compute_chunk, reform
 from ctxwin.window.lanes import MAX_ORBIT, canonical_key, patched_conditioning
 from ctxwin.window.layout import Work
 from ctxwin.window.merging import merge_evicted, merge_placed
@@ -61,19 +62,30 @@ class Maintenance:
         For content that arrives before anybody asks: the answer then begins after a forward over its query. Runs behind what
         others wait for. Raises EngineFailed, ChunkUnavailable. Cost: a forward over each of those chunks; no vision encode.
         """
-        work, done = Work(background=True), []
+        work, done, assembly = Work(background=True), set[int](), self.core.assembly
         with self.core.writing(edit=False) as state:
             state, fidelity = self.core.audits.with_fallbacks(state), self.core.fidelity
-            begin = 0
-            while True:  # a computed chunk changes the lanes of later ones: build the layout anew each time
-                layout = self.core.assembly.build_layout(state, fidelity, work)
-                at = next((i for i in range(begin, len(layout.choices)) if layout.choices[i].compute), None)
-                if at is None:
-                    break
-                state, begin = prefill_chunk(self.core.assembly, state, at, layout, fidelity, work), at + 1
-                self.core.commit(state)
-                done.append(state.placed[at].id)
-        return done
+            while True:  # what is computed changes the lanes of what stands behind it: look again
+                layout = assembly.build_layout(state, fidelity, work)
+                due = [i for i, choice in enumerate(layout.choices) if choice.compute and i not in done]
+                if not due:
+                    return [p.id for i, p in enumerate(state.placed) if i in done]
+                spans, fallbacks = dict[int, Any](), work.fallbacks
+                try:
+                    for i in due:
+                        layout = compute_chunk(assembly, state, layout, i, work, store=False)
+                        span = layout.segments[i + 1].span
+                        if (
+                            work.fallbacks > fallbacks
+                        ):  # nothing could be loaded: what stands in front was computed, too
+                            layout, spans = layout.as_computed(state), {i + 1: span}
+                            break
+                        spans[i + 1] = span
+                finally:  # an error leaves what was computed before it
+                    if spans:
+                        state = assembly.write_back(state, layout, spans, fidelity)
+                        self.core.commit(state)
+                done.update(i - 1 for i in spans)
 
     def plan_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> orbits.OrbitPlan:
         """Return what `prepare_orbit` would cost, before it is paid. Raises like it."""
@@ -130,7 +142,7 @@ class Maintenance:
             ids: only these placed chunks, those of them that are approximations: where an audit saw drift, for one.
 
         For idle time: it bounds the drift of a stream. Returns the ids, front to back. Raises UnknownChunk. Cost: a forward
-        each.
+        each, and a look at the keys of all in front of it.
         """
         if self.core.read_only:
             raise ReadOnlyWindow("an old version must not be refreshed; fork() it first")
@@ -147,8 +159,9 @@ class Maintenance:
             chosen = set(stale if count is None else stale[:count])
             for i, p in enumerate(state.placed):
                 if p.id in chosen:
-                    # Re-forming a chunk changes the provenance of later ones: build the layout anew each time.
-                    layout = self.core.assembly.build_layout(state, self.core.fidelity, work)
+                    # Re-forming a chunk changes the provenance of later ones: go on with the layout from it.
+                    front = state.replace(placed=state.placed[: i + 1])
+                    layout = self.core.assembly.build_layout(front, self.core.fidelity, work)
                     if layout.choices[i].conditioning.exact and not layout.choices[i].compute:
                         continue
                     state = reform(self.core.assembly, state, i, layout, self.core.fidelity, work)

@@ -60,6 +60,9 @@ class NullEngine(FakeEngine):
         zeros = torch.zeros(LAYERS, encoded.tokens, 1, DIM, dtype=torch.float64)
         return SpanKV(zeros, zeros, torch.from_numpy(encoded.positions.copy()), start)
 
+    def prefill(self, context: Sequence[Segment], target: Encoded, start: int, **options: Any) -> SpanKV:
+        return self._forward([], target, start)
+
     def _run(self, segments: Sequence[Segment]) -> tuple[list[SpanKV], dict[int, SpanKV], int, int]:
         spans = [s.span if s.span is not None else self._forward([], s.encoded, s.start) for s in segments]
         computed = {i: span for i, span in enumerate(spans) if segments[i].span is None}

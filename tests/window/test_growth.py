@@ -47,6 +47,13 @@ def backwards(n: int) -> Window:
     return window
 
 
+def unasked(n: int) -> Window:
+    """A window of ``n`` chunks whose KV is computed nowhere, on an engine that takes as long for each."""
+    window = Window(NullEngine(max_tokens=10**6), "h", fidelity=Fidelity("patched"))
+    window.extend([Chunk.tokens([i % 40]) for i in range(n)])
+    return window
+
+
 def slid(n: int, mode: Any = "patched") -> Window:
     window = opened(n, mode)
     window.slide(1)
@@ -130,6 +137,7 @@ WALKS: dict[str, Setup] = {
     "plan of a stream": on(streamed, lambda window: window.plan()),
     "prepare an ask": on(opened, lay_out),
     "prepare an ask behind a slide": on(slid, lay_out),
+    "prefill": on(unasked, lambda window: window.maintenance.prefill()),
     "snapshot": on(opened, lambda window: window.snapshot().model_dump_json()),
     "restore": on(saved(opened), lambda saved: Window.restore(*saved)),
     "restore a stream": on(saved(streamed), lambda saved: Window.restore(*saved)),

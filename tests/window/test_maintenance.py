@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.segments import Segment
-from ctxwin.errors import BudgetExceeded
+from ctxwin.errors import BudgetExceeded, EngineFailed
 from ctxwin.kv.patch import apply_patch
 from ctxwin.kv.relocate import relocate
 from ctxwin.window.lanes import canonical_key
@@ -169,6 +169,41 @@ def test_what_was_prefilled_is_not_computed_by_the_answer(mode: Any) -> None:
         assert answers[1].usage.computed_tokens == query < answers[0].usage.computed_tokens
         assert [e.lane for e in ahead.chunks] == [e.lane for e in asked.chunks]
         ahead.check()
+
+
+def test_a_prefill_that_fails_keeps_what_it_has_computed(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    window, prefill = Window(engine, "hd", fidelity=Fidelity("patched")), engine.prefill
+    ids = window.extend([Chunk.text(text) for text in "abcd"])
+
+    def fails_at_c(front: Any, encoded: Any, start: int, **options: Any) -> Any:
+        if len(front) == 3:
+            raise EngineFailed("no")
+        return prefill(front, encoded, start, **options)
+
+    monkeypatch.setattr(engine, "prefill", fails_at_c)
+    with pytest.raises(EngineFailed):
+        window.maintenance.prefill()
+    assert [e.id for e in window.chunks if e.compute] == ids[2:]
+    monkeypatch.undo()
+    assert window.maintenance.prefill() == ids[2:]
+    assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
+
+
+def test_a_prefill_that_can_load_nothing_computes_exact_kv(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    window, prefill = Window(engine, "hd", fidelity=Fidelity("patched")), engine.prefill
+    window.extend([Chunk.text(text) for text in "abcd"])
+    window.ask("q", max_tokens=1)
+    window.slide(1)
+    ids = window.extend([Chunk.text(text) for text in "ef"])
+
+    def loads_nothing(front: Any, encoded: Any, start: int, **options: Any) -> Any:
+        options["tally"].fallbacks += 1
+        return prefill([replace(s, span=None, approximate=False) for s in front], encoded, start, **options)
+
+    monkeypatch.setattr(engine, "prefill", loads_nothing)
+    assert window.maintenance.prefill()[-2:] == ids
+    assert all(e.exact for e in window.chunks)
+    assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
 
 
 def test_prefill_ends_where_the_store_takes_nothing(engine: FakeEngine) -> None:
