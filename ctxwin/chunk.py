@@ -241,16 +241,14 @@ class Chunk(BaseModel):
                 raise BadMedia("start, end and frames need a video path, got a list of frames; slice the list instead")
             rate = 2.0 if fps is None else fps
             check_rate(rate, len(video))
-            pixels = stack_frames(video)
+            pixels = stack_frames(list(video))
         sampling: dict[str, Any] = {"fps": rate, "start": start, "end": end, "frames": frames}
         content, source = pixels_digest(pixels), _path(video)
         part = MediaPart(media="video", content=content, shape=pixels.shape[:3], source=source, **sampling)
-        if audio is None:
-            return cls._with_media([(part, pixels)], text, metadata)
-        if metadata.get("as_frames"):
+        if audio is not None and metadata.get("as_frames"):
             raise BadMedia("a video as frames has no track, got audio; append the sound as Chunk.audio")
-        track = _decode_audio(audio, sampling_rate, start, end, track=True)
-        return cls._with_media([(part, pixels), track], text, metadata)
+        tracks = [] if audio is None else [_decode_audio(audio, sampling_rate, start, end, track=True)]
+        return cls._with_media([(part, pixels), *tracks], text, metadata)
 
     @classmethod
     def audio(
@@ -318,8 +316,7 @@ class Chunk(BaseModel):
     def pixels(self, part: MediaPart) -> np.ndarray | None:
         """Return decoded frames ``[F, H, W, 3]``, or samples ``[N]``, from memory or read again from the source.
 
-        What is in memory is read only: draw on a copy. None if both are gone, or if the source has changed since (its digest is
-        compared).
+        None if both are gone, or if the source has changed since (its digest is compared). Read only: draw on a copy.
         """
         decoded = self._frames.get(part.content)
         if decoded is not None or part.source is None:

@@ -169,10 +169,7 @@ class Fidelity(BaseModel):
             return False
         if self.mode == "exact":
             return lane in ("computed", "formed", "resident")
-        if lane == "partial":
-            return self.mode == "patched" and self.recompute is not None
-        if lane == "merged":
-            return self.mode == "patched" and self.merge is not None
-        if lane == "edited":
-            return self.mode == "patched" and self.edited_tokens is not None
+        fields = {"partial": self.recompute, "merged": self.merge, "edited": self.edited_tokens}
+        if lane in fields:
+            return self.mode == "patched" and fields[lane] is not None
         return lane != "orbit" or self.orbit

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -211,8 +211,7 @@ class Library:
     def delete(self) -> None:
         """Remove the library with all its versions, grants and files, as `remove`. Windows keep the passages they placed."""
         head = self._head.read(Head(name=self.name))
-        editions = [get(self.repo, key, Edition) or Edition() for _, key in head.editions]
-        entries = {row.key for edition in editions for row in edition.rows}
+        entries = self._entries(head.editions)
         self._head.update(Head(name=self.name), lambda _: Head(name=self.name))  # empty until nothing is left of it
         for key in list(self.store.list("grants/")):
             Fenced(self.store, key).update(Granted(), self._ungranted)
@@ -272,11 +271,12 @@ class Library:
         if present is None and self._collected.setdefault(repo, 0) == head.removals:
             return
         if present is None:
-            present = set()
-            for _, key in head.editions:
-                present |= {row.key for row in (get(self.repo, key, Edition) or Edition()).rows}
-            present -= head.gone.keys()
+            present = self._entries(head.editions) - head.gone.keys()
         self._collected[repo] = head.removals if collect(repo, self._id, present) else -1
+
+    def _entries(self, editions: Iterable[tuple[int, str]]) -> set[str]:
+        """Return the keys of what these list."""
+        return {row.key for _, key in editions for row in (get(self.repo, key, Edition) or Edition()).rows}
 
     def _drop_editions(self, keys: set[str]) -> None:
         """Delete lists of files that no library of the store refers to; equal lists are one record."""
@@ -455,9 +455,7 @@ class Library:
             dropped.update({key for _, key in head.editions} - {key for _, key in editions})
             leave = any(r.key not in here | replaced for r in latest.rows)
             for _, ended in (*older, (version, key))[:-KEPT]:
-                listed = (get(self.repo, ended, Edition) or Edition()).rows
-                oldest = get(self.repo, editions[0][1], Edition) or Edition()
-                leave = leave or not {r.key for r in listed} <= {r.key for r in oldest.rows}
+                leave = leave or not self._entries([(0, ended)]) <= self._entries(editions[:1])
             update = {"editions": editions, "expires": expiry_times, "gone": removed, "removals": head.removals + leave}
             return head.model_copy(update=update)
 

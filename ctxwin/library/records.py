@@ -34,8 +34,7 @@ _TRIES = 100
 _SPREAD = 16
 _log = logging.getLogger("ctxwin.library")
 M = TypeVar("M", bound=BaseModel)
-nfc = partial(normalize, "NFC")
-"""The name of a file as it is stored: systems differ in how they write its accents."""
+nfc = partial(normalize, "NFC")  # a file's name as it is stored: systems differ in how they write its accents
 
 
 class _Record(BaseModel):

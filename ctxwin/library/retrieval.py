@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import add
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
 Ranked = list[tuple[int, float]]
 """Indices into a corpus with scores, best first."""
 _FUSED = 60  # the constant of Cormack, Clarke and Buettcher, "Reciprocal rank fusion" (SIGIR 2009)
-_UNSPACED = (
+_UNSPACED = (  # Thai to Khmer, kana and Han, which have no blanks between words, and Hangul, whose words end in particles
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005\u3041-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u9fff"
     "\uac00-\ud7a3\U00020000-\U0003ffff"
 )
-"""Letters of scripts without blanks between words (Thai to Khmer, kana, Han), and Hangul, whose words end in particles."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,10 @@ class Pictures:
         query_vector = self._pools.of(self.engine, query)
         scores = np.full(len(corpus.passages), -np.inf)
         for i, (_, passage) in enumerate(corpus.passages):
-            if not passage.chunk.media:
-                continue
-            try:
-                pooled = self._pools.of(self.engine, corpus.chunk_with_pixels(passage))
-            except ChunkUnavailable:
-                continue
-            scores[i] = float(torch.nn.functional.cosine_similarity(query_vector, pooled, dim=0))
+            with suppress(ChunkUnavailable):
+                if passage.chunk.media:
+                    pooled = self._pools.of(self.engine, corpus.chunk_with_pixels(passage))
+                    scores[i] = float(torch.nn.functional.cosine_similarity(query_vector, pooled, dim=0))
         return _best(scores, k, above=-np.inf)
 
 

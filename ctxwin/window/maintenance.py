@@ -1,6 +1,6 @@
 """`Maintenance`: computing KV ahead, re-forming approximations, compressing KV, and forming orbit patches."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -74,13 +74,10 @@ class Maintenance:
                 try:
                     for i in due:
                         layout = compute_chunk(assembly, state, layout, i, work, store=False)
-                        span = layout.segments[i + 1].span
-                        if (
-                            work.fallbacks > fallbacks
-                        ):  # nothing could be loaded: what stands in front was computed, too
-                            layout, spans = layout.as_computed(state), {i + 1: span}
+                        spans[i + 1] = layout.segments[i + 1].span
+                        if work.fallbacks > fallbacks:  # it could load nothing, and computed what stands in front, too
+                            layout, spans = layout.as_computed(state), {i + 1: spans[i + 1]}
                             break
-                        spans[i + 1] = span
                 finally:  # an error leaves what was computed before it
                     if spans:
                         state = assembly.write_back(state, layout, spans, fidelity)
@@ -114,8 +111,7 @@ class Maintenance:
             needed = orbits.plan(self.core.assembly, state, k, chosen)["tokens"]
             if token_limit is not None and needed > token_limit:
                 raise BudgetExceeded(
-                    f"token_limit must be at least {needed} to prepare these chunks, got {token_limit}; name fewer chunks, or "
-                    "fewer orders",
+                    f"token_limit must be at least {needed} to prepare these chunks, got {token_limit}; name fewer, or orders",
                     needed=needed,
                     budget=token_limit,
                 )
@@ -200,13 +196,9 @@ class Maintenance:
             demand = self.core.assembly.demand()
             if if_short and not demand.short:
                 return 0
-            dropped: dict[str, int] = {}
-            entries: Iterable[Placed] = state.placed
-            evicted: Iterable[Placed] = state.evicted
-            if patches:
-                entries = tuple(_compress(self.core, state, p, demand if if_short else None, dropped) for p in entries)
-            if if_short:
-                evicted = tuple(_cheapest_form(self.core, state, p, dropped) for p in evicted)
+            dropped, wanted = dict[str, int](), demand if if_short else None
+            entries = tuple(_compress(self.core, state, p, wanted, dropped) if patches else p for p in state.placed)
+            evicted = tuple(_cheapest_form(self.core, state, p, dropped) if if_short else p for p in state.evicted)
             new = state.edited(placed=entries, evicted=evicted)
             if dropped:
                 self.core.commit(new, "compress")
