@@ -134,10 +134,7 @@ class WindowRegistry:
         self.records = engine.repo.store if records is None else records
         self.taken_over = self.fenced_off = 0
         self.forking = threading.Lock()
-        self._most = most
-        self._limits = limits
-        self._total = total
-        self._watch = watch
+        self._most, self._limits, self._total, self._watch = most, limits, total, watch
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._lock = threading.RLock()
         self._closed = False
