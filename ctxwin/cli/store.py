@@ -166,6 +166,7 @@ def open_existing(url: str, tenant: str, *, create: bool = False) -> Store:
     if url.startswith("memory:"):
         raise ValueError(f"a store in memory ends with its process, so there is nothing to look into; got {url!r}")
     check_address(url)
+    others = False
     for part in () if create else filter(lambda part: part.startswith("disk:"), tiers_of(url)):
         folder = Path(part.removeprefix("disk:")).expanduser()
         if not folder.is_dir():
@@ -173,4 +174,8 @@ def open_existing(url: str, tenant: str, *, create: bool = False) -> Store:
         if not (folder / digest("tenant", tenant)).is_dir():
             whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
             raise ValueError(f"{str(folder)!r} holds no store {whose}; name the tenant it was opened with (--tenant)")
-    return open_store(url, tenant=tenant)
+        others |= not tenant and sum(child.is_dir() for child in folder.iterdir()) > 1
+    store = open_store(url, tenant=tenant)
+    if others and not any(True for _ in store.list()):  # a server with tenants has one of nobody's, too
+        typer.echo("this store is empty; other tenants' stores are here: name one with --tenant", err=True)
+    return store

@@ -74,14 +74,13 @@ class WindowTools:
         at = self._at(window)
         plan, state = at.plan(), at.snapshot()
         labels = {p.id: _label(p.chunk) for p in (*state.placed, *state.evicted)}
-        entries = [
+        placed = [
             {"label": labels.get(e.id), "computed": e.compute, **_values(e, "id", "tokens", "lane", "exact", "pinned")}
             for e in plan.entries
         ]
         evicted = [{"id": p.id, "label": labels[p.id]} for p in reversed(state.evicted[-_MAX_EVICTED:])]
-        chunks = {"placed": entries, "evicted": evicted, "evicted_count": len(state.evicted)}
-        costs = {"computed_tokens": plan.computed_tokens, "bytes": plan.bytes, "milliseconds": round(plan.ms, 1)}
-        return {**_summary(at), **chunks, "next": costs}
+        cost = {"computed_tokens": plan.computed_tokens, "bytes": plan.bytes, "milliseconds": round(plan.ms, 1)}
+        return {**_summary(at), "placed": placed, "evicted": evicted, "evicted_count": len(state.evicted), "next": cost}
 
     @_in_turn
     def look_back(self, query: str, reserve_tokens: int = 0, window: str = "") -> Report:

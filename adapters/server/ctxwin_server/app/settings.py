@@ -78,15 +78,13 @@ class Settings:
             )
         for address in filter(None, (self.store, self.registry, self.libraries)):
             check_address(address)
-        for name in ("store_bytes", "registry_bytes"):
-            if getattr(self, name):
-                self._size(name)
+        [self._size(name) for name in ("store_bytes", "registry_bytes") if getattr(self, name)]
         if self.max_concurrency < 1:
             raise ValueError(f"--max-concurrency must be > 0, got {self.max_concurrency}")
         try:
             AuditLog(self.audit_log).close()
         except OSError as error:
-            raise OSError(f"--audit-log must be a file of this user's to write, got {error}") from None
+            raise OSError(f"--audit-log must be a file of this server's alone to write, got {error}") from None
         same = {name for name in vars(self) if name in Limits.__dataclass_fields__}
         same -= {"max_upload_bytes", "max_text", "max_memory", "fidelity"}
         limits = Limits(
