@@ -78,7 +78,9 @@ class Settings:
             )
         for address in filter(None, (self.store, self.registry, self.libraries)):
             check_address(address)
-        [self._size(name) for name in ("store_bytes", "registry_bytes") if getattr(self, name)]
+        for name in ("store_bytes", "registry_bytes"):
+            if getattr(self, name):
+                self._size(name)
         if self.max_concurrency < 1:
             raise ValueError(f"--max-concurrency must be > 0, got {self.max_concurrency}")
         try:
