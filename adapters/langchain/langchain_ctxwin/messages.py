@@ -101,7 +101,7 @@ def converse(
     Cost: decoding and hashing every picture that is not in ``seen``.
     """
     typed = [_plain_type(m) for m in convert_to_messages(list(messages))]
-    runs = [(kind, list(run)) for kind, run in groupby(typed, lambda message: message.type)]
+    runs = [(kind, list[Any](run)) for kind, run in groupby(typed, lambda message: message.type)]
     system_messages = runs.pop(0)[1] if runs and runs[0][0] == "system" else []
     system_prompt = "\n".join(filter(None, (text_of(m) for m in system_messages)))
     if tools:
