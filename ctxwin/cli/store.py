@@ -116,7 +116,7 @@ def import_(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Store the items of a file; what the store has already stays. Exit code 1 where it refuses some.
+    """Store the items of a file; what the store has already stays. Exit code 1 where it refuses some. Not for a library's export.
 
     Every item is verified before the first is stored. Where CTXWIN_STORE_KEY is set, a file that was not exported under
     that key is refused as a whole; --sealed-with names another one.
@@ -129,7 +129,7 @@ def import_(
     secret = archive_secret(os.environ[sealed_with]) if sealed_with else None
     stored = present = refused = 0
     with closing(open_existing(url, tenant, create=True)) as store:
-        for key, blob in read_archive(path, store, secret):
+        for key, blob in read_archive(path, store, secret, of_library=False):
             if store.contains(key):
                 present += 1
             elif store.put(key, blob):
