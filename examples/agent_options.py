@@ -17,15 +17,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.baselines import NAMES, Ledger
 from ctxwin.engines.base import Engine
-from ctxwin.errors import BadMedia
+from ctxwin.errors import BadMedia, CtxwinError
 from ctxwin.video import decode_video
 from ctxwin.view import Trace
 
@@ -51,10 +51,31 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     options.add_argument(
         "--mode", choices=("auto", "exact"), default="auto", help="fidelity; auto: by the model's profile"
     )
-    options.add_argument("--seed", type=int, default=0, help="of the generated world and of the questions")
+    options.add_argument("--seed", type=at_least(0), default=0, help="of the generated world and of the questions")
     options.add_argument("--json", action="store_true", help="print the figures as JSON and nothing else")
     options.add_argument("--trace", type=Path, metavar="FILE", help="record the run for `ctxwin view FILE`")
+    options.set_defaults(error=options.error)
     return options
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number, ``least`` or more."""
+
+    def integer(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return int(text)
+
+    return integer
+
+
+@contextmanager
+def report_refusals(options: argparse.Namespace) -> Iterator[None]:
+    """Ends the program with one line, as for options of another form, where what they name is refused in the block."""
+    try:
+        yield
+    except (CtxwinError, OSError, ValueError) as error:
+        options.error(str(error))
 
 
 def decoded(video: Path, seconds: int, side: int = 448) -> list[np.ndarray]:
@@ -147,8 +168,10 @@ def running(options: argparse.Namespace, scripted: bool | None = None) -> Iterat
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     bundled = options.model.partition(":")[0] == "tiny"
-    with open_engine(options.model, engine=options.engine) as engine:
-        run = Run(engine, options, bundled if scripted is None else scripted)
+    with ExitStack() as stack:
+        with report_refusals(options):
+            engine = stack.enter_context(open_engine(options.model, engine=options.engine))
+            run = Run(engine, options, bundled if scripted is None else scripted)
         if bundled:
             run.say(BUNDLED)
         if run.scripted:

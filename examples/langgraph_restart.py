@@ -4,9 +4,9 @@ python examples/langgraph_restart.py watch    # three seconds of the bundled mod
 python examples/langgraph_restart.py watch    # another process goes on where the first one ended
 """
 
+import argparse
 import base64
 import io
-import sys
 from pathlib import Path
 
 from langchain_core.messages import HumanMessage
@@ -18,7 +18,9 @@ from ctxwin import open_engine
 from ctxwin.tiny import world
 from langchain_ctxwin.langgraph import DeltaWindowState, WindowContext, WindowNode
 
-folder = Path(sys.argv[1] if len(sys.argv) > 1 else "watch")
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("folder", nargs="?", type=Path, default="watch", help="of threads and KV; default: %(default)s")
+folder = parser.parse_args().folder
 folder.mkdir(parents=True, exist_ok=True)
 stream = world.make_stream(seed=3, n_frames=30)  # stands in for your camera
 
@@ -42,7 +44,9 @@ with (
     app = graph.compile(checkpointer=saver)
     thread = {"configurable": {"thread_id": "porch"}}
     done = sum(isinstance(m, HumanMessage) for m in app.get_state(thread).values.get("messages", []))
-    for second in range(done, done + 3):
+    if done == len(stream):
+        print(f"the clip of {done} seconds is over; delete {folder} to begin again")
+    for second in range(done, min(done + 3, len(stream))):
         question = world.question_about(stream, second).text
         message = HumanMessage([{"type": "text", "text": f"t={second} s\n"}, picture(stream[second]), question])
         state = app.invoke({"messages": [message]}, thread, context=WindowContext(engine))

@@ -8,10 +8,11 @@ import argparse
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import cv2
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 from ctxwin.tiny import world
 from ctxwin.tiny.clip import write_clip
@@ -28,6 +29,8 @@ parser.add_argument("--budget", type=int, default=600)
 options = parser.parse_args()
 if options.video is not None and options.question is None:
     parser.error("--video needs a --question: the generated ones are about the generated scene")
+if options.seconds * options.fps < 1 or options.fps <= 0:
+    parser.error("--seconds and --fps must make a frame at least")
 
 scene = world.make_stream(seed=3, n_frames=round(options.seconds * options.fps))
 path = options.video or Path(tempfile.mkdtemp()) / "camera.avi"
@@ -39,10 +42,12 @@ if not camera.isOpened():
     parser.error(f"--video must be a video file that OpenCV reads, got {path}")
 client = OpenAI(base_url=options.base_url, api_key=options.api_key)
 first_token, right, question_count, pushed, due, ask_at = [], 0, 0, 0, 0.0, 0.0
-with (
-    RemoteWindow(client, system_prompt="You watch a camera.", budget=options.budget) as window,
-    LiveStream(client, window.id, reserve_tokens=48) as live,
-):
+with ExitStack() as stack:
+    try:
+        window = stack.enter_context(RemoteWindow(client, "You watch a camera.", options.budget))
+    except APIConnectionError:
+        parser.error(f"no server at {options.base_url}; start one: ctxwin serve tiny --host 127.0.0.1 --port 8000")
+    live = stack.enter_context(LiveStream(client, window.id, reserve_tokens=48))
     began = time.monotonic()
     while (frame := camera.read())[0]:
         seconds = camera.get(cv2.CAP_PROP_POS_MSEC) / 1e3  # by the video's own clock

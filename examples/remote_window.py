@@ -6,7 +6,7 @@ Start one first (the bundled model, no download, no GPU): `ctxwin serve tiny --h
 
 import argparse
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 from ctxwin import Chunk
 from ctxwin.tiny import world
@@ -17,11 +17,17 @@ parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
 parser.add_argument("--api-key", default="none", help="Decides the tenant where the server has tenants.")
 parser.add_argument("--frames", type=int, default=8)
 options = parser.parse_args()
+if options.frames < 1:
+    parser.error(f"--frames must be at least 1, got {options.frames}")
 
 client = OpenAI(base_url=options.base_url, api_key=options.api_key)
 frames = world.make_stream(seed=3, n_frames=options.frames)  # stands in for your camera
 chunks = [Chunk.image(world.render(frame), text=f"t={second} s") for second, frame in enumerate(frames)]
-with RemoteWindow(client, system_prompt="You watch a camera.", budget=600) as window:
+try:
+    window = RemoteWindow(client, system_prompt="You watch a camera.", budget=600)
+except APIConnectionError:
+    parser.error(f"no server at {options.base_url}; start one: ctxwin serve tiny --host 127.0.0.1 --port 8000")
+with window:
     for second, chunk in enumerate(chunks):
         window.append(chunk)  # its pixels are uploaded once
         window.slide(reserve_tokens=32)

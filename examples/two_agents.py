@@ -83,13 +83,16 @@ def talk(run: agent_options.Run, team: tuple[Agent, ...], about: int, asking: As
 def main() -> None:
     parser = agent_options.parser(__doc__)
     parser.add_argument("video", nargs="?", type=Path, help="watch this instead; take a real model with it")
-    parser.add_argument("--frames", type=int, default=30, help="most frames to watch, one a second")
+    parser.add_argument(
+        "--frames", type=agent_options.at_least(1), default=30, help="most frames to watch, one a second"
+    )
     options = parser.parse_args()
     if options.video is None:
         stream = world.make_stream(options.seed, n_frames=options.frames)
         frames, asking = [world.render(frame) for frame in stream], scripted(options.seed, stream)
     else:
-        frames, asking = agent_options.decoded(options.video, options.frames), free
+        with agent_options.report_refusals(options):
+            frames, asking = agent_options.decoded(options.video, options.frames), free
     shots = [Chunk.image(frame, text=f"t={second} s") for second, frame in enumerate(frames)]
     rng = np.random.default_rng(options.seed)
 

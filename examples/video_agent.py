@@ -201,10 +201,15 @@ def main() -> None:
     parser = agent_options.parser(__doc__)
     parser.add_argument("video", nargs="?", type=Path, help="watch this instead; take a real model with it")
     parser.add_argument("--ask", action="append", metavar="QUESTION", help="about VIDEO; may be given often")
-    parser.add_argument("--frames", type=int, default=30, help="most frames to watch, one a second")
+    parser.add_argument(
+        "--frames", type=agent_options.at_least(1), default=30, help="most frames to watch, one a second"
+    )
     options = parser.parse_args()
+    if options.ask and not options.video:
+        parser.error("--ask needs a VIDEO: the questions about the generated scene are its own")
     if options.video:
-        frames = agent_options.decoded(options.video, options.frames)
+        with agent_options.report_refusals(options):
+            frames = agent_options.decoded(options.video, options.frames)
         policy: Policy = Model(tuple(options.ask or QUESTIONS), last=len(frames) - 1)
     else:
         stream = world.make_stream(options.seed, options.frames, window=FRAMES)

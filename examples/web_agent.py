@@ -159,7 +159,9 @@ def budget_for(engine: Engine, screenshot: Chunk, policy: Shopper | Tourist) -> 
 def main() -> None:
     parser = agent_options.parser(__doc__)
     parser.add_argument("--url", help="walk through this site instead; take a real model with it")
-    parser.add_argument("--steps", type=int, default=24, help="pages to visit; default: %(default)s")
+    parser.add_argument(
+        "--steps", type=agent_options.at_least(1), default=24, help="pages to visit; default: %(default)s"
+    )
     options = parser.parse_args()
     with ExitStack() as stack:
         pages = Pages(options.seed, options.steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,7 +60,7 @@ def add(
 ) -> None:
     """Add files; the library is made with the first. What was added before an error stays."""
     bar = progress("adding", len(files)) if len(files) > 1 else nullcontext(lambda more: None)
-    with _library(url, name, tenant, create=True) as library, bar as advance:
+    with _library(url, name, tenant, create=True, files=files) as library, bar as advance:
         added = []
         for path in files:
             entry = library.add(path, caption=caption, ttl=ttl, replace=replace)
@@ -134,10 +134,15 @@ def import_(
 
 
 @contextmanager
-def _library(url: str, name: str, tenant: str, *, create: bool = False) -> Iterator[Library]:
-    """Open a library; ValueError for one that the store does not have, unless ``create``."""
+def _library(
+    url: str, name: str, tenant: str, *, create: bool = False, files: Sequence[Path] = ()
+) -> Iterator[Library]:
+    """Open a library; ValueError for one that the store does not have, unless ``create``, and for names that are refused."""
     from ctxwin.library.library import Library, libraries
+    from ctxwin.store.memory import MemoryStore
 
+    for file in (Path("file"), *files):  # before a folder is made
+        Library(MemoryStore(), name).check_name(file.name, replace=True)
     with closing(open_existing(url, tenant, create=create)) as store:
         library = Library(store, name)
         if not (create or library.exists):

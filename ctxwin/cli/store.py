@@ -116,7 +116,7 @@ def import_(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Store the items of a file; what the store has already stays. Exit code 1 where it refuses some.
+    """Store the items of a file; what the store has already stays. Exit code 1 where it refuses some. Not for a library's export.
 
     Every item is verified before the first is stored. Where CTXWIN_STORE_KEY is set, a file that was not exported under
     that key is refused as a whole; --sealed-with names another one.
@@ -129,7 +129,7 @@ def import_(
     secret = archive_secret(os.environ[sealed_with]) if sealed_with else None
     stored = present = refused = 0
     with closing(open_existing(url, tenant, create=True)) as store:
-        for key, blob in read_archive(path, store, secret):
+        for key, blob in read_archive(path, store, secret, of_library=False):
             if store.contains(key):
                 present += 1
             elif store.put(key, blob):
@@ -166,6 +166,7 @@ def open_existing(url: str, tenant: str, *, create: bool = False) -> Store:
     if url.startswith("memory:"):
         raise ValueError(f"a store in memory ends with its process, so there is nothing to look into; got {url!r}")
     check_address(url)
+    others = False
     for part in () if create else filter(lambda part: part.startswith("disk:"), tiers_of(url)):
         folder = Path(part.removeprefix("disk:")).expanduser()
         if not folder.is_dir():
@@ -173,4 +174,8 @@ def open_existing(url: str, tenant: str, *, create: bool = False) -> Store:
         if not (folder / digest("tenant", tenant)).is_dir():
             whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
             raise ValueError(f"{str(folder)!r} holds no store {whose}; name the tenant it was opened with (--tenant)")
-    return open_store(url, tenant=tenant)
+        others |= not tenant and sum(child.is_dir() for child in folder.iterdir()) > 1
+    store = open_store(url, tenant=tenant)
+    if others and not any(True for _ in store.list()):  # a server with tenants has one of nobody's, too
+        typer.echo("this store is empty; other tenants' stores are here: name one with --tenant", err=True)
+    return store

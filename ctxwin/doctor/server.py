@@ -26,6 +26,10 @@ def examine(url: str, key: str = "") -> list[Finding]:
     url = url.rstrip("/").removesuffix("/v1")
     status, text = _get(url + "/health")
     remedy = "start the server, or mend the address"
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        remedy = f"trust its certificate: SSL_CERT_FILE=FILE ctxwin doctor {url}"
+    elif url.startswith("http:") and not status and _speaks_tls(url):
+        remedy = f"ask over TLS: ctxwin doctor https{url.removeprefix('http')}"
     findings = [_finding("health", status == 200, f"{url}/health: {text or status}", remedy)]
     if status != 200:
         return findings
@@ -67,6 +71,12 @@ def _about_findings(about: dict[str, Any], closed: bool) -> list[Finding]:
         _finding("refused", closed, refused, "give --api-key or --tenants", "note"),
         _finding("metrics", not metrics, f"open: {metrics}", "give --metrics-key-file", "note"),
     ]
+
+
+def _speaks_tls(url: str) -> bool:
+    """Return whether a server that does not answer over plain HTTP does over TLS, whatever its certificate."""
+    status, text = _get("https" + url.removeprefix("http") + "/health")
+    return bool(status) or "CERTIFICATE" in text
 
 
 def _finding(name: str, good: bool, what: str, remedy: str, otherwise: Status = "broken") -> Finding:

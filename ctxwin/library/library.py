@@ -220,7 +220,7 @@ class Library:
         self._corpora = LRUCache(_CORPORA)
         for repo in {self.repo, *self._collected.keys()}:
             self._collect(repo, set(), Head(name=self.name))
-        self.store.retire(self._head.key)
+        self.store.delete(self._head.key)  # not retired: it may be created again
 
     def sweep(self, engine: Engine | None = None) -> None:
         """Remove expired files, and records that removed files left in the library's store and in that of ``engine``.

@@ -46,12 +46,15 @@ def write_archive(path: Path, store: Store, keys: Iterable[str]) -> tuple[int, i
     return count, size
 
 
-def read_archive(path: Path, store: Store, secret: bytes | None = None) -> Iterator[tuple[str, bytes]]:
+def read_archive(
+    path: Path, store: Store, secret: bytes | None = None, *, of_library: bool = True
+) -> Iterator[tuple[str, bytes]]:
     """Keys and values in ``path``, for ``store``; the first of them once all have been verified.
 
     Args:
         store: what its key has not sealed is refused, where it was opened with one.
         secret: what the archive was sealed with instead (`ctxwin.store.archive_secret`).
+        of_library: whether it may be the export of a library, files that nothing in it names; else BadMedia is raised.
 
     Raises:
         BadMedia: a file that `write_archive` did not write, that was damaged or cut off since, that holds a record larger than
@@ -64,8 +67,10 @@ def read_archive(path: Path, store: Store, secret: bytes | None = None) -> Itera
         raise BadMedia(f"an archive must be a file, got {str(path)!r}")
     with path.open("rb") as file:
         try:
-            for _ in _records(file, seal, min(_LARGEST, store.limit() or _LARGEST)):
-                pass
+            records = _records(file, seal, min(_LARGEST, store.limit() or _LARGEST))
+            kinds = {key.partition("/")[0] for key, _ in records}
+            if not of_library and "entry" in kinds and kinds <= {"entry", "source"}:
+                raise BadMedia(f"{str(path)!r} is the export of a library; use ctxwin library import")
             file.seek(0)
             yield from _records(file, seal, _LARGEST)
         except ForeignRecordError as error:

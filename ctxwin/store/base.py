@@ -14,6 +14,8 @@ from ctxwin.errors import StaleOwner, StoreFull
 
 _KEY = re.compile(r"[!-~]{1,512}")
 _TOKEN: Final = struct.Struct(">Q")
+NOBODYS: Final = 1 << 62
+"""Token of a record that was retired: above that of any owner."""
 _ONE_PROCESS: Final = threading.RLock()
 
 
@@ -233,7 +235,8 @@ class Store(ABC):
         return None if record is None else record[_TOKEN.size :]
 
     def token(self, key: str) -> int:
-        """Return the token of a fenced record's owner; 0 where there is none. Raises StoreUnavailable."""
+        """Return the token of a fenced record's owner; 0 where there is none, `NOBODYS` where a store of several processes had it
+        retired within the hour. Raises StoreUnavailable."""
         record = self.get(key) or b""
         return int(_TOKEN.unpack_from(record)[0]) if len(record) >= _TOKEN.size else 0
 

@@ -28,8 +28,9 @@ from typing import Any, Final, Literal, TypeVar
 import diskcache
 
 from ctxwin.errors import StoreCorrupt, StoreUnavailable
+from ctxwin.hashing import digest
 from ctxwin.store import records
-from ctxwin.store.base import StoreStats, check_key, check_value
+from ctxwin.store.base import NOBODYS, StoreStats, check_key, check_value
 from ctxwin.store.codec import SUM_BYTES, ForeignRecordError
 from ctxwin.store.disk_index import IndexFolder, RefusedRowError, Written, is_busy, is_damage
 from ctxwin.store.failure_log import failure_logger
@@ -43,6 +44,7 @@ _MAX_RETRIES: Final = 4
 """Number of rows a read follows while other processes put the same key."""
 _ORPHAN_AGE_S: Final = 600.0
 """Age at which a file without a row is an orphan; a younger one may be another process's unfinished put."""
+_RETIRED_S: Final = 3600.0
 _STALE_FILES: Final = 1024
 """Records replaced since a walk of the folder that are still known, beside as many as the folder holds."""
 _REPAIR_PAUSE_S: Final = 1.0
@@ -356,6 +358,21 @@ class DiskStore(SealedStore):
                 yield
             finally:
                 os.close(folder)
+
+    def token(self, key: str) -> int:
+        """Return the token of a fenced record's owner; 0 where there is none, above all others once retired."""
+        return super().token(key) or NOBODYS * self._mark(key).exists()
+
+    def retire(self, key: str) -> bool:
+        """Remove a fenced record; no former owner can restore it within the hour. Cost: a file that stays for that time."""
+        with self._fencing():
+            remove_old((self.path / records.TEMP).glob("*.retired"), _RETIRED_S)
+            if not self.read_only and self.contains(key):
+                self._guarded(None, self._mark(key).touch, "retire", key)
+            return self.delete(key)
+
+    def _mark(self, key: str) -> Path:
+        return self.path / records.TEMP / f"{digest('retired', key)}.retired"
 
     def lease(self, key: str) -> bool:
         """Protect ``key`` from this process's evictions; other processes only see it as recently used."""

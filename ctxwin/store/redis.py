@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from ctxwin.errors import StaleOwner, StoreCorrupt, StoreUnavailable
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
-from ctxwin.store.base import StoreStats, check_key, check_value
+from ctxwin.store.base import NOBODYS, StoreStats, check_key, check_value
 from ctxwin.store.sealed import SealedStore
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,6 @@ _LONGEST_PAUSE_S: Final = 30.0
 LEASE_S: Final = 60.0
 """How long leases outlive a process that ended without giving them back; it renews them three times as often."""
 _RETIRED_MS: Final = 3_600_000
-_NOBODYS: Final = 1 << 62
 
 
 class RedisStore(SealedStore):
@@ -287,7 +286,7 @@ class RedisStore(SealedStore):
                 return pipe.execute()
 
         token, there, retired = self._answer(key, self._try("read", key, read))
-        return _NOBODYS if retired else max(1, int(token or 0)) if there else 0
+        return NOBODYS if retired else max(1, int(token or 0)) if there else 0
 
     def retire(self, key: str) -> bool:
         """Remove a fenced record; no former owner can restore it within the hour. Cost: a round trip."""

@@ -27,6 +27,10 @@ def checked_policy(name: str, policy: Policy, method: str) -> Policy:
 def check_searchable(name: str, library: Any) -> None:
     """Raise TypeError if ``library`` is no `ctxwin.window.protocols.Searchable`."""
     if not callable(getattr(library, "view", None)):
+        if any(kind.__module__.startswith("langchain_core.") for kind in type(library).__mro__):
+            raise TypeError(
+                f"{name} must be a ctxwin.Library, got LangChain's; pass langchain_ctxwin.Documents({name})"
+            )
         raise TypeError(f"{name} must be a ctxwin.Library, got {library!r}; open it with Library(store, NAME)")
 
 

@@ -292,10 +292,14 @@ class Window(WindowReader):
         if self.core.idle is not None:
             self.core.idle.predictor.note_room(reserve_tokens, mark)
 
-    def _leaving(self, state: State, reserve_tokens: int, stay: Collection[str] = ()) -> list[Placed]:
+    def _leaving(
+        self, state: State, reserve_tokens: int, stay: Collection[str] = (), last: Collection[str] = ()
+    ) -> list[Placed]:
         mark = self._mark(state, reserve_tokens)
         self._note_room(reserve_tokens, mark)
         order, tail, exact = self.eviction.order(self), self.core.free_tail(state), self.fidelity.mode == "exact"
+        if last:
+            order, tail = sorted(order, key=last.__contains__), [p for p in tail if p.id not in last]
         return edits.leaving_for_budget(state, order, reserve_tokens, stay=stay, mark=mark, tail=tail, exact=exact)
 
     def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
@@ -303,7 +307,8 @@ class Window(WindowReader):
 
         In an exact window they go to the end, in front of the question, unless `eviction` says where: all in front keeps its
         KV. From there they leave first, and alone where that is enough, as long as no answer has read what was placed behind.
-        Others leave in the order of `eviction` where the budget, with ``reserve_tokens`` tokens free, needs it. All or nothing.
+        Others leave in the order of `eviction`, and last what ``query`` names in view, where the budget, with ``reserve_tokens``
+        tokens free, needs it, also where nothing comes back. All or nothing.
         Raises BudgetExceeded where they do not fit, UnknownChunk, ChunkUnavailable. Cost: the policies', then see `recall`.
         """
         if not isinstance(query, str | Chunk):
@@ -317,9 +322,13 @@ class Window(WindowReader):
             at, exact = self._place(backs), self.fidelity.mode == "exact"
             tail = exact and at in (None, len(state.placed))
             new = edits.look_back(state, backs, len(state.placed) if tail else at, tail=tail)
-            if ids:
-                leaving = self._leaving(new, reserve_tokens, ids)
-                self.core.commit(edits.evict(new, leaving) if leaving else new, "look_back", ids)
+            if ids or reserve_tokens:
+                here = [i for i in self.ids if isinstance(query, str) and i in query]
+                leaving = self._leaving(new, reserve_tokens, ids, here)
+                out = [p.id for p in leaving]
+                if ids or out:
+                    new = edits.evict(new, leaving) if out else new
+                    self.core.commit(new, "look_back" if ids else "slide", ids or out)
         return ids
 
     def retrieve(self, query: str | Chunk, library: Searchable, k: int = 4, *, reserve_tokens: int = 0) -> list[str]:

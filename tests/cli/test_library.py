@@ -85,3 +85,18 @@ def test_a_library_that_is_not_there_is_refused(command: str, tmp_path: Path, fi
     refused(invoke("library", name, tmp_path / "kv", "shelv", *rest), "one of the store's (shelf), got 'shelv'")
     assert file.read_text() == "an older export"
     assert invoke("library", "ls", tmp_path / "kv").stdout.split() == ["shelf"]
+
+
+def test_what_is_refused_makes_no_store(tmp_path: Path, files: tuple[Path, Path]) -> None:
+    wrong = tmp_path / "a\\b.txt"
+    wrong.write_text("a")
+    refused(invoke("library", "add", tmp_path / "kv", "no/name", files[0]), "a library's name must be")
+    refused(invoke("library", "add", tmp_path / "kv", "shelf", files[0], wrong), "a file's name must be")
+    assert not (tmp_path / "kv").exists()
+
+
+def test_the_export_of_a_library_is_no_stores(tmp_path: Path, files: tuple[Path, Path]) -> None:
+    invoke("library", "add", tmp_path / "here", "shelf", *files)
+    invoke("library", "export", tmp_path / "here", "shelf", tmp_path / "a.ctxwin")
+    refused(invoke("store", "import", tmp_path / "kv", tmp_path / "a.ctxwin"), "use ctxwin library import")
+    assert json.loads(invoke("store", "stats", tmp_path / "kv", "--json").stdout)["items"] == 0

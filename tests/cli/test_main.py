@@ -233,6 +233,14 @@ def test_store_stats(folder: Path) -> None:
     assert "span" in shown.output
 
 
+def test_an_empty_store_beside_those_of_tenants_names_them(tmp_path: Path) -> None:
+    for tenant in ("", "acme"):
+        open_store(f"disk:{tmp_path}", tenant=tenant).close()
+    for command in ("ls", "stats", "verify"):
+        assert "one with --tenant" in invoke("store", command, tmp_path).stderr
+        assert not invoke("store", command, tmp_path, "--tenant", "acme").stderr
+
+
 def test_store_verify_finds_what_is_corrupt(folder: Path) -> None:
     assert json.loads(invoke("store", "verify", folder, "--json").stdout) == {"good": 6, "corrupt": 0, "foreign": 0}
     blob = max((p for p in folder.rglob("*") if p.is_file() and "blob" in str(p)), key=lambda p: p.stat().st_size)

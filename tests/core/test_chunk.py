@@ -147,6 +147,7 @@ def test_frames_pack_without_loss(picture: np.ndarray) -> None:
         (b"not an image", "must be decodable"),
         (np.zeros((0, 4, 3), np.uint8), "must not be empty"),
         (np.zeros((4, 4), np.uint8), "HxWx3 uint8"),
+        (np.zeros(60, np.uint8), r"encoded file, as of cv2.imencode, pass its bytes: x.tobytes\(\)"),
         (np.zeros((4, 4, 3), np.float32), "HxWx3 uint8"),
         ("missing.png", "readable file"),
         (12, "must be a path"),

@@ -148,6 +148,35 @@ def test_a_camera_pushes_a_video_at_its_own_times(tmp_path: Path, monkeypatch: p
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("video_agent.py --frames 0", "argument --frames: must be at least 1, got 0"),
+        ("video_agent.py --seed -1", "argument --seed: must be at least 0, got -1"),
+        ("video_agent.py --ask what?", "--ask needs a VIDEO"),
+        ("video_agent.py none.mp4", "video path must be a readable file, got 'none.mp4'"),
+        ("two_agents.py none.mp4", "video path must be a readable file, got 'none.mp4'"),
+        ("two_agents.py --model foo:bar", "an engine name must be"),
+        ("two_agents.py --model tiny:hf --trace none/a.jsonl", "No such file or directory"),
+        ("live_camera.py --seconds 0", "--seconds and --fps"),
+        ("live_camera.py --base-url http://127.0.0.1:9/v1", "start one: ctxwin serve"),
+        ("remote_window.py --base-url http://127.0.0.1:9/v1", "start one: ctxwin serve"),
+        ("remote_window.py --frames 0", "--frames must be at least 1, got 0"),
+        ("langgraph_restart.py --none", "unrecognized arguments: --none"),
+    ],
+)
+def test_what_cannot_be_had_is_told_in_a_line(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", line.split())
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(EXAMPLES / sys.argv[0]), run_name="__main__")
+    assert caught.value.code == 2 and said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 class Silent:
     """A watcher that counts nothing."""
 

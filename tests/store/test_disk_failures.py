@@ -177,6 +177,18 @@ class TestFailures:
         other._repair(damaged=True)
         assert other.put("span/b", b"new") and store.get("span/b") == b"new" and store.contains("span/b")
 
+    def test_a_record_that_was_retired_is_not_brought_back(self, tmp_path: Path) -> None:
+        """Nor does a mark stay for what was never there, or longer than an hour."""
+        store, other = DiskStore(tmp_path), DiskStore(tmp_path)
+        assert store.commit("window/a", b"one", 1)
+        assert other.retire("window/a") and not other.retire("window/a") and not other.retire("window/b")
+        with pytest.raises(StaleOwner, match="must be written by its owner"):
+            store.commit("window/a", b"two", 1)
+        assert store.claim("window/a") is None and store.token("window/a") > 1 and store.token("window/b") == 0
+        (mark,) = (tmp_path / "tmp").iterdir()
+        os.utime(mark, (0, 0))
+        assert not store.retire("window/b") and not mark.exists() and store.commit("window/a", b"two", 1)
+
     def test_opening_beside_who_holds_the_index_ends_with_its_time(self, tmp_path: Path) -> None:
         DiskStore(tmp_path).close()
         with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as holder:

@@ -84,6 +84,17 @@ def test_a_byte_budget_holds_for_every_operation(engine: FakeEngine) -> None:
     window.check()
 
 
+def test_a_look_back_that_recalls_nothing_makes_room(engine: FakeEngine) -> None:
+    window = filled(engine, budget=14)
+    a, b, c, d = window.ids
+    assert window.look_back("") == [] and window.ids == (a, b, c, d)
+    assert window.look_back(f"what was in {a}?", reserve_tokens=6) == []
+    assert window.ids == (a, d), "what it names in view leaves last"
+    with pytest.raises(BudgetExceeded, match="reserve less"):
+        window.look_back("", reserve_tokens=13)
+    assert window.look_back(a, reserve_tokens=12) == [] and window.ids == ()
+
+
 def test_forks_and_restarts_keep_the_budget(engine: FakeEngine) -> None:
     window = filled(engine, budget_bytes=12 * TOKEN_BYTES)
     assert window.fork().budget == window.fork("other").budget == window.at(0).budget == 12

@@ -24,7 +24,6 @@ __all__ = ["AsyncLiveStream", "LiveStream", "RemoteLibrary", "RemoteWindow", "ch
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modules = {"RemoteLibrary": "library", "RemoteWindow": "window"}
-    module = modules.get(name, "transport" if name.islower() else "live")
+    module = {"RemoteLibrary": "library", "RemoteWindow": "window"}.get(name, "transport" if name.islower() else "live")
     with optional_imports():
         return getattr(import_module(f"{__name__}.{module}"), name)

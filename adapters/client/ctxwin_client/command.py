@@ -32,8 +32,7 @@ def mcp(
     if bool(url) == demo or (window and (demo or system_prompt)):
         raise ValueError("mcp takes --url, with --window or --system-prompt beside it, or --demo; give one of the two")
     quiet()
-    # Hosts end their servers so, and the window is to be closed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # hosts end their servers so; the window is to be closed
     from ctxwin_client.mcp import WindowTools, mcp_server
 
     with ExitStack() as stack:

@@ -81,6 +81,7 @@ KINDS = (
     Kind(TooManyWindows, 429, "too_many_windows", "rate_limit_error"),
     Kind(TooManyRequests, 429, "too_many_requests", "rate_limit_error"),
     Kind(MemoryShort, 503, "memory_short", "server_error"),
+    Kind(errors.MissingExtra, 501, "missing_extra", "server_error"),
     Kind(errors.StoreFull, 507, "store_full", "server_error"),
     Kind(errors.StoreUnavailable, 503, "store_unavailable", "server_error"),
     Kind(Unauthorized, 401, "invalid_api_key", "authentication_error"),

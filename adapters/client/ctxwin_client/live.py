@@ -50,9 +50,7 @@ class AsyncLiveStream:
 
     def __init__(self, client: OpenAI | AsyncOpenAI, window: str, **options: int) -> None:
         url = client.base_url.join(f"windows/{window}/live").copy_merge_params(options)
-        address = str(url.copy_with(scheme={"http": "ws", "https": "wss"}[url.scheme]))
-        settings: Any = {"additional_headers": {**client._custom_headers, **client.auth_headers}, "compression": None}
-        self._connect = partial(connect, address, max_size=_MAX_MESSAGE_BYTES, **settings)
+        self._client, self._address = client, str(url.copy_with(scheme={"http": "ws", "https": "wss"}[url.scheme]))
         self.placed: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
         self.failures: deque[tuple[int, Exception]] = deque(maxlen=_HISTORY)
         self.dropped = self.pushed = self._settled = 0
@@ -62,10 +60,15 @@ class AsyncLiveStream:
         self._socket: ClientConnection | None = None
 
     async def __aenter__(self) -> Self:
+        client = self._client  # its key may be a function, asked for each connection
+        await (asyncio.to_thread(client._refresh_api_key) if isinstance(client, OpenAI) else client._refresh_api_key())
+        headers: Any = {**client._custom_headers, **client.auth_headers}
         try:
-            self._socket = await self._open.enter_async_context(self._connect())
+            live = connect(self._address, max_size=_MAX_MESSAGE_BYTES, additional_headers=headers, compression=None)
+            self._socket = await self._open.enter_async_context(live)
         except InvalidStatus as error:
-            raise from_body(json.loads(error.response.body or b"{}").get("error")) or error from None
+            body = json.loads(error.response.body or b"{}").get("error")
+            raise (from_body(body) or CtxwinError(body["message"])) if body else error from None
         self._reader = asyncio.create_task(self._read(self._socket))
         return self
 
@@ -154,8 +157,7 @@ class AsyncLiveStream:
         """Dispatch the server's messages to the waiting exchanges until the socket closes."""
         with contextlib.suppress(ConnectionClosed):
             async for raw in socket:
-                message = json.loads(raw)
-                body = message.get("error")
+                body = (message := json.loads(raw)).get("error")
                 error = body and (from_body(body) or CtxwinError(body["message"]))
                 if "number" in message:
                     self.dropped = max(self.dropped, message.get("dropped", 0))

@@ -51,15 +51,12 @@ def _in_turn(tool: Callable[Concatenate[WindowTools, P], Report]) -> Callable[Co
 
 
 class WindowTools:
-    """Tools over a window and its branches, of which ``window`` names one; default: the window itself.
-
-    Args:
-        window: its owner closes it; `close` closes only the branches.
-    """
+    """Tools over a window, which its owner closes, and its branches, of which ``window`` names one; default: the window."""
 
     def __init__(self, window: Window | RemoteWindow) -> None:
         self._window, self._lock = window, threading.Lock()
         self._branches: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}  # of branches, by id: what `fork` was given as window
 
     def _at(self, window: str) -> Any:
         windows = {"": self._window, self._window.id: self._window, **self._branches}
@@ -74,22 +71,21 @@ class WindowTools:
         at = self._at(window)
         plan, state = at.plan(), at.snapshot()
         labels = {p.id: _label(p.chunk) for p in (*state.placed, *state.evicted)}
-        entries = [
+        placed = [
             {"label": labels.get(e.id), "computed": e.compute, **_values(e, "id", "tokens", "lane", "exact", "pinned")}
             for e in plan.entries
         ]
         evicted = [{"id": p.id, "label": labels[p.id]} for p in reversed(state.evicted[-_MAX_EVICTED:])]
-        chunks = {"placed": entries, "evicted": evicted, "evicted_count": len(state.evicted)}
-        costs = {"computed_tokens": plan.computed_tokens, "bytes": plan.bytes, "milliseconds": round(plan.ms, 1)}
-        return {**_summary(at), **chunks, "next": costs}
+        cost = {"computed_tokens": plan.computed_tokens, "bytes": plan.bytes, "milliseconds": round(plan.ms, 1)}
+        return {**_summary(at), "placed": placed, "evicted": evicted, "evicted_count": len(state.evicted), "next": cost}
 
     @_in_turn
-    def look_back(self, query: str, reserve_tokens: int = 0, window: str = "") -> Report:
+    def look_back(self, query: str, reserve_tokens: int = 96, window: str = "") -> Report:
         """Brings evicted chunks back into the context window, without computing them again where their KV is kept.
 
         Args:
             query: the ids of the chunks (see plan), in any text.
-            reserve_tokens: tokens to leave free for the next question and its answer; the oldest chunks leave for them.
+            reserve_tokens: tokens to leave free for the next question and its answer; the oldest chunks leave for them, always.
         """
         at = self._at(window)
         return {"recalled": at.look_back(query, reserve_tokens=reserve_tokens), **_summary(at)}
@@ -109,15 +105,17 @@ class WindowTools:
         if len(self._branches) >= MOST_BRANCHES:
             raise ValueError(f"at most {MOST_BRANCHES} branches may be open, got one more; adopt or drop one")
         branch = self._at(window).fork(system_prompt)
-        self._branches[branch.id] = branch
+        self._branches[branch.id], self._origins[branch.id] = branch, window
         return {"branch": branch.id, **_summary(branch)}
 
     @_in_turn
-    def adopt(self, branch: str) -> Report:
-        """Makes a branch's state the window's own, and closes the branch. The window must not have been edited since the fork."""
-        self._window.adopt(self._branch(branch))
+    def adopt(self, branch: str, force: bool = False) -> Report:
+        """Makes a branch's state that of the window (or branch) it was forked from, and closes the branch. That one must not have
+        been edited since the fork; force drops its edits."""
+        into = self._branches.get(self._origins.get(branch, ""), self._window)
+        into.adopt(self._branch(branch), force=force)
         self._branches.pop(branch).close()
-        return _summary(self._window)
+        return _summary(into)
 
     @_in_turn
     def drop(self, branch: str) -> Report:

@@ -1,7 +1,7 @@
 """Calls to our routes through an official client, with ctxwin's own errors; uploads: once by content, then named by id."""
 
+import asyncio
 import json
-import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
@@ -9,7 +9,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import httpx2
-from openai import APIError, AsyncOpenAI, AsyncStream, OpenAI, Stream
+from openai import APIError, AsyncOpenAI, AsyncStream, OpenAI, Stream, _base_client
 
 from ctxwin.chunk import Chunk, Part, TextPart, TokensPart
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
@@ -25,7 +25,6 @@ Files = dict[str, tuple[str, bytes, str]]
 ENDED_EARLY = "the server ended the answer before its end; ask again"
 _MAX_UPLOADED, _METADATA = 65536, ("keep_source", "label", "pin", "priority")
 _uploaded: WeakKeyDictionary[OpenAI, LRUCache[None]] = WeakKeyDictionary()
-_lock = threading.Lock()
 
 
 @contextmanager
@@ -78,8 +77,11 @@ async def events(
     """`stream` for async code, by ``async_client`` or by one for this call with the settings of ``client``."""
     async with AsyncExitStack() as stack:
         if async_client is None:
-            options: dict[str, Any] = {n: getattr(client, n) for n in ("api_key", "base_url", "timeout", "max_retries")}
+            if not isinstance(client._client, _base_client.SyncHttpxClientWrapper):
+                raise ValueError("async_client must be given beside a client with its own http_client, got None")
+            options: dict[str, Any] = {n: getattr(client, n) for n in ("base_url", "timeout", "max_retries")}
             options |= {"default_headers": client._custom_headers, "default_query": client._custom_query}
+            options["api_key"] = lambda: asyncio.to_thread(client._refresh_api_key)
             async_client = await stack.enter_async_context(AsyncOpenAI(**options))
         with our_errors():
             replies = await async_client.post(path, **_request(path, body), stream=True, stream_cls=AsyncStream[Any])
@@ -184,5 +186,4 @@ def _part_to_json(chunk: Chunk, part: Part, files: Files) -> dict[str, Any]:
 
 def uploaded_by(client: OpenAI) -> LRUCache[None]:
     """Return the ids of the chunks that ``client`` has uploaded; the server may have dropped some since."""
-    with _lock:
-        return _uploaded.setdefault(client, LRUCache(_MAX_UPLOADED))
+    return _uploaded.setdefault(client, LRUCache(_MAX_UPLOADED))

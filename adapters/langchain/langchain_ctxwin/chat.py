@@ -23,7 +23,7 @@ from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ctxwin.engines.base import Engine
@@ -38,7 +38,7 @@ from ctxwin.window.stream import AsyncTokenStream, TokenStream, aask
 from ctxwin.window.toolcalls import Part, Reader, Syntax, learn
 from langchain_ctxwin.decoding import ChatDecoding, scores_to
 from langchain_ctxwin.messages import Conversation, converse, in_order
-from langchain_ctxwin.pool import Opened, Pool, profile_of, remembers
+from langchain_ctxwin.pool import Opened, Pool, counted, profile_of, remembers
 
 _log = logging.getLogger("ctxwin")
 
@@ -151,10 +151,8 @@ class ChatCtxwin(Answering):
     def _refuse_unknown(cls, data: Any) -> Any:
         unknown = data.keys() - cls.model_fields.keys() - _WITHOUT_EFFECT if isinstance(data, dict) else ()
         if unknown:
-            raise ValueError(
-                f"ChatCtxwin must be given its own attributes, got {', '.join(sorted(unknown))}; `bind` takes the other options "
-                "of a call"
-            )
+            names = ", ".join(sorted(unknown))
+            raise ValueError(f"ChatCtxwin must be given its own attributes, got {names}; `bind` takes a call's options")
         return data
 
     @model_validator(mode="after")
@@ -248,7 +246,7 @@ class ChatCtxwin(Answering):
         """Return this model with answers that follow a schema.
 
         Args:
-            schema: for the JSON methods a pydantic model or a JSON schema.
+            schema: for the JSON methods a JSON schema, a pydantic model, or a TypedDict or dataclass, whose answers are dicts.
             method: ``function_calling`` offers the schema as a tool. ``json_schema`` and ``json_mode`` (any object)
                 constrain decoding to it, which some engines refuse (transformers).
 
@@ -262,7 +260,10 @@ class ChatCtxwin(Answering):
         model = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None
         response_format: dict[str, Any] = {"type": "json_object"}
         if method == "json_schema":
-            described = model.model_json_schema() if model else dict(schema)
+            if not isinstance(schema, type | dict):
+                raise ValueError(f"schema must be a dict, pydantic model, TypedDict or dataclass, got {schema!r}")
+            described = model.model_json_schema() if model else schema
+            described = described if isinstance(described, dict) else convert_to_json_schema(described)
             named = {"name": described.get("title", "answer"), "schema": described}
             response_format = {"type": "json_schema", "json_schema": named}
 
@@ -272,15 +273,15 @@ class ChatCtxwin(Answering):
         bound = self.bind(response_format=response_format)
         if not include_raw:
             return bound | parse
-        parsed = RunnablePassthrough.assign(
-            parsed=itemgetter("raw") | RunnableLambda(parse), parsing_error=lambda _: None
-        )
+        read = itemgetter("raw") | RunnableLambda(parse)
+        parsed = RunnablePassthrough.assign(parsed=read, parsing_error=lambda _: None)
         broken = RunnablePassthrough.assign(parsed=lambda _: None)
         return RunnableMap(raw=bound) | parsed.with_fallbacks([broken], exception_key="parsing_error")
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the number of prompt tokens of these messages, in whatever order, with their pictures and ``tools``.
 
+        A text, picture or turn that alone is longer than the engine counts as the least that it can have.
         Cost: new pictures go through the vision tower, once.
         """
         pool, schemas = self._open_pool(), [convert_to_openai_tool(tool) for tool in tools or ()]
@@ -293,6 +294,10 @@ class ChatCtxwin(Answering):
         """Return the token ids of ``text`` by the model's tokenizer."""
         return list(self._open_pool().engine.text_ids(text))
 
+    def get_num_tokens(self, text: str) -> int:
+        """Return the number of tokens of ``text``; of one that is longer than the engine, the least that it can have."""
+        return counted(lambda text: len(self.get_token_ids(text)), text)
+
     def _talk(self, messages: list[BaseMessage], tools: Sequence[Any], **options: Any) -> Callable[..., Conversation]:
         files = self.allowed_local_media_path
         return partial(converse, messages=messages, tools=tools, allowed_local_media_path=files, **options)
@@ -302,17 +307,16 @@ class ChatCtxwin(Answering):
         if unknown := sorted(kwargs.keys() - {*names, *_IGNORED_OPTIONS}):
             raise ValueError(f"options of a call must be among {list(names)}, got {unknown}")
         if (other := kwargs.get("model")) not in (None, self.model):
-            raise ValueError(
-                f"model must be {self.model!r}, the one that is open, got {other!r}; create another ChatCtxwin for it"
-            )
+            raise ValueError(f"model must be {self.model!r}, the open one, got {other!r}; create another ChatCtxwin")
         mine = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "seed", "stop")}
         options = mine | ({} if stop is None else {"stop": stop})
-        options |= {name: value for name, value in kwargs.items() if name in ChatDecoding.model_fields}
+        # None is this model's own value, but for max_tokens, where it is no limit.
+        fields = ChatDecoding.model_fields.keys()
+        options |= {n: v for n, v in kwargs.items() if n in fields and (v is not None or n == "max_tokens")}
         decoding = validate(ChatDecoding.model_validate, options)
         talk, tools = self._talk(messages, kwargs.get("tools") or (), bare=True), bool(kwargs.get("tools"))
-        return Reply(
-            partial(self._ask, talk, tools, decoding), self.model, scored=bool(decoding.logprobs), n=decoding.n or 1
-        )
+        ask = partial(self._ask, talk, tools, decoding)
+        return Reply(ask, self.model, scored=bool(decoding.logprobs), n=decoding.n or 1)
 
     def _ask(
         self,
@@ -338,9 +342,8 @@ class ChatCtxwin(Answering):
                 reply.room = max(1, limit or window.budget - window.tokens - encoded.tokens)
                 alone = engine.encode_system_prompt(window.system_prompt).tokens + encoded.tokens + reply.room
                 remember = keep and alone <= window.budget and partial(remembers, engine)
-                question = Question(
-                    talk.query, replace(sampling, max_tokens=reply.room), remember, decoding.stops, bare=True
-                )
+                bounded = replace(sampling, max_tokens=reply.room)
+                question = Question(talk.query, bounded, remember, decoding.stops, bare=True)
                 branches = [stack.enter_context(window.fork()) for _ in range(1, reply.n)]
                 answers = [window.answer(question, on_token=on_token, stopped=stopped)]
                 for i, branch in enumerate(branches, start=1):

@@ -18,6 +18,7 @@ import base64
 import binascii
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -39,7 +40,7 @@ from langchain_core.messages import (
 from ctxwin.chunk import Chunk, TextPart, TokensPart
 from ctxwin.engines.base import Engine
 from ctxwin.engines.encoding.templates import PROBE_CALL
-from ctxwin.errors import BadMedia, UnsupportedModel
+from ctxwin.errors import BadMedia, BudgetExceeded, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.media import as_rgb, pixels_digest
 from ctxwin.store.lru import LRUCache
@@ -100,7 +101,7 @@ def converse(
     Cost: decoding and hashing every picture that is not in ``seen``.
     """
     typed = [_plain_type(m) for m in convert_to_messages(list(messages))]
-    runs = [(kind, list(run)) for kind, run in groupby(typed, lambda message: message.type)]
+    runs = [(kind, list[Any](run)) for kind, run in groupby(typed, lambda message: message.type)]
     system_messages = runs.pop(0)[1] if runs and runs[0][0] == "system" else []
     system_prompt = "\n".join(filter(None, (text_of(m) for m in system_messages)))
     if tools:
@@ -119,11 +120,12 @@ def converse(
                 "a SystemMessage must come before all others, got one after them; "
                 "move it to the start, or put its text in a HumanMessage"
             )
-        elif not isinstance(previous, AIMessage) or not previous.tool_calls:
+        elif not _calls(previous):
             raise ValueError("a ToolMessage must follow the AIMessage whose tool calls it answers, got none before it")
         else:
-            for message in run:
-                builder.result(message, first=message is run[0])
+            broken = {c["id"] for c in previous.invalid_tool_calls}  # an answer shows them in front of the others
+            for j, message in enumerate(sorted(run, key=lambda m: m.tool_call_id not in broken)):
+                builder.result(message, first=j == 0)
         previous = run[-1]
     if not ask:
         builder.end()
@@ -131,9 +133,7 @@ def converse(
     query = builder.query()
     if not query and not (bare and builder.open_without_text):
         last = f"an empty or unanswerable {typed[-1].type} message" if typed else "no message"
-        raise ValueError(
-            f"the messages must end with a text to answer, got {last} at the end; append a HumanMessage with a question"
-        )
+        raise ValueError(f"the messages must end with a text to answer, got {last}; append a HumanMessage that asks")
     return Conversation(system_prompt, builder.pieces, query)
 
 
@@ -141,7 +141,7 @@ def in_order(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
     """Return messages that `converse` takes: system messages first, and a result apart from its call as the user's message."""
     first, rest = list[Any](), list[Any]()
     for message in map(_plain_type, convert_to_messages(list(messages))):
-        answers = rest and (isinstance(rest[-1], ToolMessage) or getattr(rest[-1], "tool_calls", None))
+        answers = rest and (isinstance(rest[-1], ToolMessage) or _calls(rest[-1]))
         if isinstance(message, ToolMessage) and not answers:
             message = HumanMessage(message.content)
         (first if isinstance(message, SystemMessage) else rest).append(message)
@@ -150,10 +150,13 @@ def in_order(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
 
 def message_key(message: BaseMessage) -> str:
     """Return the content identity of a message: type, content and tool calls, without LangChain's generated ids. O(content)."""
-    calls = [
-        [c["name"], json.dumps(c["args"], sort_keys=True, default=str)] for c in getattr(message, "tool_calls", ())
-    ]
+    calls = [[c["name"], json.dumps(c["args"], sort_keys=True, default=str)] for c in _calls(message)]
     return digest("message", message.type, identity(message.content), calls)
+
+
+def _calls(message: BaseMessage | None) -> list[Any]:
+    """Return the tool calls of a message, malformed ones behind the others."""
+    return [*message.tool_calls, *message.invalid_tool_calls] if isinstance(message, AIMessage) else []
 
 
 def _plain_type(message: BaseMessage) -> BaseMessage:
@@ -192,42 +195,42 @@ class _Builder:
 
     def answer(self, run: Sequence[Any], *, called: bool) -> None:
         engine, template = self._engine, self._engine.template
-        text = "\n".join(filter(None, (text_of(m) for m in run)))
-        calls = [
-            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["args"]}}
-            for m in run
-            for c in m.tool_calls
-        ]
+        broken = (c["args"] for m in run for c in m.invalid_tool_calls)  # as the model wrote them
+        text = "\n".join(filter(None, (*map(text_of, run), *broken)))
+        functions = [(c["id"], {"name": c["name"], "arguments": c["args"]}) for m in run for c in m.tool_calls]
+        calls = [{"id": i, "type": "function", "function": function} for i, function in functions]
         keys = [message_key(m) for m in run]
         query, self._text = self.query(), ""
-        if template is None or template.plain:
-            if calls:
-                template_of(engine).answer(text, calls)  # raises with the reason
-            ids = engine.encode_exchange(query, engine.text_ids(text)).token_ids
-        else:
-            header, closing = template.turns("assistant")
-            if called:
-                opening = template.tool_turn().opening
-                if opening.startswith(closing) and is_plain_text(engine, opening.removeprefix(closing)):
-                    self._text = opening.removeprefix(closing)
-                else:
-                    closing = opening
-            if calls:
-                _check_spelled(engine, template.answer("", [PROBE_CALL]))
-            text = template.answer(text, calls)
-            ids = (*engine.text_ids(query), *engine.template_ids(header))
-            ids += (*engine.text_ids(text), *engine.template_ids(closing))
+        ids: Sequence[int] = ()
+        with suppress(BudgetExceeded):  # longer than the engine: counted all the same, and refused where it is placed
+            if template is None or template.plain:
+                if calls:
+                    template_of(engine).answer(text, calls)  # raises with the reason
+                ids = engine.encode_exchange(query, engine.text_ids(text)).token_ids
+            else:
+                header, closing = template.turns("assistant")
+                if called:
+                    opening = template.tool_turn().opening
+                    if opening.startswith(closing) and is_plain_text(engine, opening.removeprefix(closing)):
+                        self._text = opening.removeprefix(closing)
+                    else:
+                        closing = opening
+                if calls:
+                    _check_spelled(engine, template.answer("", [PROBE_CALL]))
+                text = template.answer(text, calls)
+                front = (*engine.text_ids(query), *engine.template_ids(header))
+                ids = (*front, *engine.text_ids(text), *engine.template_ids(closing))
         label = f"{query.strip()} {text.strip()}".strip()
-        self.pieces.append((keys[0] if len(keys) == 1 else digest("messages", keys), Chunk.tokens(ids, label=label)))
+        chunk = Chunk.tokens(ids, label=label) if ids else Chunk.text(f"{query}{text}", label=label)
+        self.pieces.append((keys[0] if len(keys) == 1 else digest("messages", keys), chunk))
         self._key, self._in_tools = "", called
 
     def result(self, message: BaseMessage, *, first: bool) -> None:
         if not first:
             turn = template_of(self._engine).tool_turn()
             after_tail = turn.between.removeprefix(turn.tail)
-            if turn.between.startswith(turn.tail) and all(
-                is_plain_text(self._engine, t) for t in (turn.tail, after_tail)
-            ):
+            plain = all(is_plain_text(self._engine, t) for t in (turn.tail, after_tail))
+            if plain and turn.between.startswith(turn.tail):
                 self._text += turn.tail
                 self._cut()
                 self._text = after_tail
@@ -310,9 +313,8 @@ def parts(
                 media = _media(block, kind.removesuffix("_url"), folder)
                 sampling = {k: block[k] for k in ("start", "end", "fps", "frames") if block.get(k) is not None}
                 chunk = Chunk.image(media) if kind.startswith("image") else Chunk.video(media, **sampling)
-                if (
-                    cache is not None and key is not None and not isinstance(media, str | Path | list)
-                ):  # files may change
+                # Files may change.
+                if cache is not None and key is not None and not isinstance(media, str | Path | list):
                     cache.put(key, chunk.light(), 1)
             yield chunk
         else:
@@ -380,9 +382,7 @@ def _load(source: Any, kind: str, folder: str | Path | None) -> Any:
             raise BadMedia(f"a data url must be data:<type>;base64,<data>, got {head[:40]!r}")
         return _decode_base64(unquote(data), kind) if head.lower().endswith(";base64") else unquote_to_bytes(data)
     if scheme in ("http", "https"):
-        raise ValueError(
-            f"an {kind} must be given as data, got {source!r}; download it first, nothing is fetched silently"
-        )
+        raise ValueError(f"an {kind} must be given as data, got {source!r}; download it first: nothing is fetched")
     if scheme not in ("", "file"):
         raise ValueError(f"an {kind} url must be a data: or file: url, got {str(source)[:80]!r}")
     if folder is None:

@@ -13,7 +13,7 @@ from langchain_core.language_models import ModelProfile
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
-from ctxwin.errors import ChunkUnavailable, UnsupportedModel
+from ctxwin.errors import BudgetExceeded, ChunkUnavailable, UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.store.lru import LRUCache
 from ctxwin.window.events import Observer
@@ -31,12 +31,7 @@ class Pool:
     """At most ``size`` windows; the least recently used leave. Thread-safe: every call works on a fork of its own."""
 
     def __init__(
-        self,
-        engine: Engine,
-        budget: int | None,
-        fidelity: Fidelity | None,
-        size: int,
-        observers: Sequence[Observer] = (),
+        self, engine: Engine, budget: int | None, fidelity: Fidelity | None, size: int, observers: Sequence[Observer]
     ) -> None:
         self.engine = engine
         self._budget, self._fidelity, self._size, self._observers = budget, fidelity, size, observers
@@ -58,11 +53,11 @@ class Pool:
             return use(conversation)
 
     def tokens(self, talk: Conversation) -> int:
-        """Return the number of prompt tokens of a conversation; encodes its chunks and keeps their sources."""
+        """Return the number of prompt tokens of a conversation, each as `counted`; encodes its chunks and keeps their sources."""
         engine, closing = self.engine, self.engine.encode_query("x").tokens - len(self.engine.text_ids("x"))
-        count = engine.encode_system_prompt(talk.system_prompt).tokens + closing
+        count = counted(lambda text: engine.encode_system_prompt(text).tokens, talk.system_prompt) + closing
         for chunk in talk.chunks:
-            count += engine.encode(chunk).tokens
+            count += counted(lambda chunk: engine.encode(chunk).tokens, chunk)
             keep_source(engine, chunk)
         return count
 
@@ -142,6 +137,14 @@ class Opened:
             pools, engines, self.pools, self.engines = self.pools, self.engines, {}, {}
         for close in [opened.close for opened in pools.values()] + [engine.close for engine in engines.values()]:
             close()
+
+
+def counted(count: Callable[[T], int], content: T) -> int:
+    """Return ``count(content)``; of what alone is longer than the engine, the least number of tokens that it can have."""
+    try:
+        return count(content)
+    except BudgetExceeded as error:
+        return error.needed
 
 
 def profile_of(engine: Engine, budget: int | None) -> ModelProfile:

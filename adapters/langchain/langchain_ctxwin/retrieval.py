@@ -41,7 +41,7 @@ class Documents:
         """Return at most ``k`` documents, the best first. Raises ValueError for a query without text."""
         words = query if isinstance(query, str) else " ".join(p.text for p in query.parts if isinstance(p, TextPart))
         if not words.strip():
-            raise ValueError("a query to documents must be text, got a chunk without any")
+            raise ValueError(f"a query to documents must be text, and not empty, got {query!r:.80}")
         if isinstance(self._source, VectorStore):
             documents = self._source.similarity_search(words, k=k)
         else:

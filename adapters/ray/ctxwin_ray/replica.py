@@ -44,12 +44,14 @@ class Replica:
     """
 
     def __init__(self, model: str, arguments: Sequence[str], settings: dict[str, Any], fleet: str) -> None:
+        self._name = serve.get_replica_context().replica_id.unique_id
+        if settings.get("audit_log"):  # each file has one writer
+            settings = {**settings, "audit_log": f"{settings['audit_log']}.{self._name}"}
         self._model, self._arguments, self._settings = model, list(arguments), Settings(**settings)
         self._fleet = fleet
         self._running = AsyncExitStack()
         self._app: Any = None
         self._service: Any = None
-        self._name = serve.get_replica_context().replica_id.unique_id
 
     async def __init_async__(self) -> None:
         """Start the engine; the first health check waits for it."""

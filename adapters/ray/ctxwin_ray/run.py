@@ -58,10 +58,11 @@ def _check_resources(arguments: FleetArguments) -> None:
 
 
 def run(arguments: FleetArguments, host: str, port: int, address: str) -> None:
-    """Run a fleet until SIGINT or SIGTERM. Main thread only."""
+    """Run a fleet until SIGINT, SIGTERM or, unless it is ignored, SIGHUP. Main thread only."""
     stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda *_: stopping.set())
     with running(arguments, host, port, address) as url:
         _log.info("the fleet answers at %s", url)
         stopping.wait()

@@ -1,7 +1,9 @@
 """``ctxwin serve``: vLLM's OpenAI server with windows beside its own endpoints."""
 
 import inspect
+import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -14,6 +16,8 @@ from ctxwin_server.app.settings import Settings
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Unknown arguments are passed to vLLM."""
+_JSON = '{"asctime": "%(asctime)s", "levelname": "%(levelname)s", "name": "%(name)s", "message": "%(message)s"}'
+_log = logging.getLogger("ctxwin.serve")
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -61,10 +65,12 @@ def serve(
     from ctxwin_server.process.supervisor import DIED, JOURNAL, EngineDied, supervise
 
     if JOURNAL not in os.environ:
-        typer.echo(f"starting vLLM with {model}: its log follows, ending in 'Application startup complete.'", err=True)
+        is_json = re.search(r"--logging[-_]config(\.formatter[ =]|[ =]\S*\bformatter\W+)json\b", " ".join(ctx.args))
+        logging.basicConfig(format=_JSON if is_json else "%(levelname)s %(asctime)s %(message)s", level="INFO")
+        _log.info("starting vLLM with %s: its log follows, ending in 'Application startup complete.'", model)
         status = supervise([sys.executable, "-m", "ctxwin", *sys.argv[1:]], restarts)
         if status == INTERRUPTED:
-            typer.echo("\nstopped; windows are kept where --store is durable", err=True)
+            _log.info("stopped; windows are kept where --store is durable")
         raise typer.Exit(status)
     from ctxwin.process_exit import leave
     from ctxwin_server.vllm.server import run

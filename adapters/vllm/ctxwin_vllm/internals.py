@@ -289,8 +289,8 @@ class _Rewound(torch.Generator):
     def get_offset(self) -> int:
         return 0
 
-    def set_offset(self, offset: int) -> None:
-        self.manual_seed(self.initial_seed())
+    def set_offset(self, offset: int) -> torch.Generator:
+        return self.manual_seed(self.initial_seed())
 
 
 @cache

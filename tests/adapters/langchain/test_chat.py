@@ -4,11 +4,13 @@ import asyncio
 import base64
 import gc
 import io
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 from langchain.agents import create_agent
@@ -24,6 +26,7 @@ from langchain_core.messages import (
 )
 from langchain_core.runnables import ConfigurableField
 from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
 from PIL import Image
 
 from ctxwin import Chunk, Fidelity, open_engine
@@ -38,6 +41,7 @@ from engines.scripted import ScriptedEngine
 from engines.tool_models import HERMES, write_tool_model
 from langchain_ctxwin import messages as converter
 from langchain_ctxwin.chat import ChatCtxwin
+from langchain_ctxwin.middleware import WindowMiddleware
 
 HEADER = "You watch a camera."
 
@@ -340,6 +344,40 @@ def test_a_call_that_was_cut_off_says_so(caller: Engine) -> None:
     assert (len(whole.tool_calls), whole.response_metadata["finish_reason"]) == (1, "tool_calls")
 
 
+def test_an_agent_goes_on_behind_broken_calls(caller: Engine) -> None:
+    """LangChain's agents answer malformed calls themselves, in front of the results of the others, at every later turn."""
+    broken, config = "<tool_call>\n{bad\n</tool_call>", {"configurable": {"thread_id": "t"}}
+    engine = ScriptedEngine(caller, [broken, f"I look.\n{CALL}\n{broken}", "a circle"])
+    with ChatCtxwin(engine=engine, fidelity=Fidelity("exact")) as chat:
+        agent: Any = create_agent(chat, [look], checkpointer=InMemorySaver())
+        for question in ("a?", "b?"):
+            said = agent.invoke({"messages": [HumanMessage(question)]}, config)["messages"]
+        assert chat.get_num_tokens_from_messages(said) > 0
+    assert said[-1].text == "a circle"
+    error = r"<tool_response>\nTool call unknown .* malformed or truncated\.\n</tool_response>"
+    turns = re.escape(broken) + rf"<\|im_end\|>\n<\|im_start\|>user\n{error}"
+    turns += r"<\|im_end\|>\n<\|im_start\|>user\nb\?<\|im_end\|>\n<\|im_start\|>assistant\n"
+    result = re.escape("<tool_response>\nat 3 s: a red circle\n</tool_response>")
+    turns += re.escape(f"I look.\n{broken}\n{CALL}") + rf"<\|im_end\|>\n<\|im_start\|>user\n{error}\n{result}"
+    assert re.search(turns, engine.prompts[-1]), engine.prompts[-1]
+
+
+def test_messages_longer_than_the_engine_are_counted_and_let_go(caller: Engine) -> None:
+    most = caller.spec.max_tokens
+    long, config = "a" * (most * 2), {"configurable": {"thread_id": "t"}}
+    with ChatCtxwin(engine=ScriptedEngine(caller, lambda _: "ok")) as chat:
+        talk = [SystemMessage(long), HumanMessage(long), AIMessage(long), HumanMessage("hi")]
+        assert chat.get_num_tokens_from_messages(talk) > 3 * most
+        assert chat.get_num_tokens(long) > most
+        trimmed = trim_messages(talk[1:], max_tokens=500, token_counter=chat, strategy="last", start_on="human")
+        assert trimmed == talk[-1:]
+        middleware = WindowMiddleware(trigger=("fraction", 0.8), keep=("tokens", 1000))
+        agent: Any = create_agent(chat, [look], middleware=[middleware], checkpointer=InMemorySaver())
+        with pytest.raises(ContextOverflowError):
+            agent.invoke({"messages": [HumanMessage(long)]}, config)
+        assert agent.invoke({"messages": [HumanMessage("hi")]}, config)["messages"][-1].text == "ok"
+
+
 def test_stop_sequences(caller: Engine) -> None:
     with ChatCtxwin(engine=ScriptedEngine(caller, lambda _: "red END of it"), stop=["END"]) as chat:
         for answer in (chat.invoke("q"), chat.invoke("q", stream=False)):
@@ -558,3 +596,35 @@ def test_a_result_with_a_picture(tiny: Engine) -> None:
     asked = AIMessage("", tool_calls=[{"name": "look", "args": {}, "id": "c"}])
     with ChatCtxwin(engine=tiny) as chat, pytest.raises(UnsupportedModel, match="tool calls"):
         chat.invoke([HumanMessage("q"), asked, result, HumanMessage("r")])
+
+
+def test_none_is_the_models_own_value(tiny: Engine) -> None:
+    with ChatCtxwin(engine=tiny, temperature=0, max_tokens=2, seed=1) as chat:
+        plain = chat.invoke("color of 12?")
+        assert chat.invoke("color of 12?", temperature=None, top_p=None, seed=None).text == plain.text
+        with pytest.raises(ValueError, match="the temperature is 0"):
+            chat.invoke("color of 12?", temperature=None, n=2)
+
+
+class Typed(TypedDict):
+    """A circle."""
+
+    color: str
+
+
+@dataclass
+class Classed:
+    """A circle."""
+
+    color: str
+
+
+def test_forms_of_a_schema(caller: Engine) -> None:
+    wanted = {"color": {"type": "string"}}
+    with ChatCtxwin(engine=caller) as chat:
+        for schema in (Typed, Classed, {"properties": wanted}):
+            bound: Any = chat.with_structured_output(schema, method="json_schema")
+            assert bound.first.kwargs["response_format"]["json_schema"]["schema"]["properties"] == wanted
+        for wrong in (None, "x"):
+            with pytest.raises(ValueError, match="schema must be a dict, pydantic model, TypedDict or dataclass, got"):
+                chat.with_structured_output(wrong, method="json_schema")

@@ -13,7 +13,7 @@ def texts(*names: str) -> list[Chunk]:
 
 def test_conversations_with_the_same_long_header_do_not_push_each_other_out() -> None:
     engine = FakeEngine()
-    pool = Pool(engine, None, None, 4)
+    pool = Pool(engine, None, None, 4, ())
     system_prompt = "a system prompt that is much longer than what is said behind it " * 8
     for chunks in (texts("a", "b"), texts("c", "d"), texts("e", "f")):
         with pool.window(system_prompt, chunks) as window:
@@ -28,7 +28,7 @@ def test_conversations_with_the_same_long_header_do_not_push_each_other_out() ->
 
 def test_a_window_that_is_in_use_when_the_pool_closes_is_closed_behind_it() -> None:
     engine = FakeEngine()
-    pool = Pool(engine, None, None, 4)
+    pool = Pool(engine, None, None, 4, ())
     with pool.window("", texts("a")) as window:
         window.ask("q", 2)
         keys = window.snapshot().keys()

@@ -77,3 +77,8 @@ def test_what_cannot_be_searched_is_refused(vectors: InMemoryVectorStore) -> Non
         LibraryRetriever(library=Library(open_store("memory:"), "manuals"), kk=1)
     with pytest.raises(ValueError, match="must be text"):
         Documents(vectors).find(Chunk.tokens([5]), 2, FakeEngine())
+    with FakeEngine() as engine, Window(engine, "h") as window:
+        with pytest.raises(ValueError, match="must be text, and not empty, got ''"):
+            window.retrieve("", Documents(vectors))
+        with pytest.raises(TypeError, match=r"pass langchain_ctxwin.Documents\(library\)"):
+            window.retrieve("a", vectors)  # type: ignore[arg-type]

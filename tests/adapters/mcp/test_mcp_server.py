@@ -21,6 +21,7 @@ from ctxwin.errors import ReadOnlyWindow
 from ctxwin.tiny import world
 from ctxwin_client import RemoteWindow
 from ctxwin_client.mcp import WindowTools, mcp_server
+from node_graphs import Chatty
 from twins import guard
 from window.fake import FakeEngine
 
@@ -116,3 +117,42 @@ def test_branches_are_few_and_close_with_their_tools() -> None:
 def test_it_says_what_it_takes(args: list[str]) -> None:
     told = CliRunner().invoke(app, ["mcp", *args])
     assert told.exit_code == 2 and "mcp takes --url" in told.output
+
+
+def full_window(engine: Chatty) -> Window:
+    window = Window(engine, "hd", 200)
+    window.extend([Chunk.text(f"t={i} " + "x" * 35) for i in range(5)])
+    window.slide(reserve_tokens=96)
+    return window
+
+
+def test_a_question_fits_behind_every_look_back() -> None:
+    with Chatty() as engine, full_window(engine) as window:
+        tools = WindowTools(window)
+        gone, here = window.evicted[0], window.ids[-1]
+        assert tools.look_back(gone)["recalled"] == [gone]
+        tools.ask("what?")
+        window.append(Chunk.text("y" * 60))
+        with pytest.raises(ToolError, match="BudgetExceeded"):
+            tools.ask("what?")
+        assert tools.look_back(here)["recalled"] == []
+        assert here in window.ids, "what was asked for leaves last"
+        tools.ask("what?")
+        before = window.snapshot()
+        with pytest.raises(ToolError, match="reserve less"):
+            tools.look_back("", reserve_tokens=250)
+        assert window.snapshot() == before
+
+
+def test_a_branch_of_a_branch_is_adopted_by_it() -> None:
+    with Chatty() as engine, full_window(engine) as window:
+        tools = WindowTools(window)
+        first = tools.fork()["branch"]
+        second = tools.fork(window=first)["branch"]
+        gone = window.evicted[0]
+        tools.look_back(gone, window=second)
+        assert tools.adopt(second)["window"] == first and gone not in window.ids
+        window.append(Chunk.text("z"))
+        with pytest.raises(ToolError, match="force=True"):
+            tools.adopt(first)
+        assert tools.adopt(first, force=True)["window"] == window.id and gone in window.ids

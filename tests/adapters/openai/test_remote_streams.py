@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from openai import APIConnectionError, AsyncOpenAI, OpenAI
+from openai import APIConnectionError, AsyncOpenAI, DefaultHttpxClient, OpenAI
 
 from adapters.server.serving import Server
 from ctxwin import Chunk, Fidelity, Window
@@ -57,6 +57,18 @@ def test_an_awaited_stream_has_the_answer_at_its_end(window: RemoteWindow) -> No
         await stream.aclose()
 
     asyncio.run(use())
+
+
+def test_a_key_that_changes_reaches_async_code_and_live_streams(server: Server, window: RemoteWindow) -> None:
+    keys = [f"key {i}" for i in range(9)]
+    client = OpenAI(base_url=f"{server.url}/v1", api_key=lambda: keys.pop(0), max_retries=0)
+    mine = RemoteWindow.attach(client, window.id)
+    assert asyncio.run(mine.aask(QUESTION, 2)).text == window.ask(QUESTION, 2).text and client.api_key == "key 1"
+    with LiveStream(client, window.id):
+        assert client.api_key == "key 2"
+    proxied = OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=DefaultHttpxClient(trust_env=False))
+    with pytest.raises(ValueError, match="async_client must be given beside a client with its own http_client"):
+        asyncio.run(RemoteWindow.attach(proxied, window.id).aask(QUESTION, 2))
 
 
 def test_a_stream_that_is_left_at_the_end_of_its_loop_leaves_without_a_word(

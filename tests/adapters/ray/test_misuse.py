@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,6 +198,28 @@ def test_a_request_that_ends_engines_is_refused_by_replicas_that_come_after(
         pass
     with Quarantine(journal("yard")).running("killer"):
         pass
+
+
+def test_the_end_of_its_terminal_ends_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "running", lambda *_: nullcontext("http://fleet"))
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    hanging_up = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGHUP))
+    try:
+        hanging_up.start()
+        runs.run(FleetArguments(model="tiny"), "127.0.0.1", 1, "")
+    finally:
+        hanging_up.cancel()
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_each_replica_writes_an_audit_log_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r7"))
+    monkeypatch.setattr("ctxwin_ray.replica.serve.get_replica_context", lambda: context)
+    made = Member()
+    Replica.__init__(made, "tiny", [], {"audit_log": f"{tmp_path}/audit"}, "porch")
+    assert made._settings.audit_log == f"{tmp_path}/audit.r7"
 
 
 def test_somebody_elses_folder_is_not_taken_for_the_journal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

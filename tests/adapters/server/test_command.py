@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -24,6 +25,29 @@ def test_help_says_that_vllms_arguments_follow() -> None:
     assert code == 0 and "every argument of `vllm serve`" in " ".join(text.split())
     for option in ("--store", "--tenants", "--fidelity", "--max-windows", "--window-ttl", "--max-upload-bytes"):
         assert option in text
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("arguments", "is_json"),
+    [
+        ((), False),
+        (("--logging-config.formatter", "plain", "--served-model-name", "json"), False),
+        (("--logging-config.formatter", "json"), True),
+        (("--logging_config.formatter=json",), True),
+        (("--logging-config", '{"formatter": "json"}'), True),
+    ],
+)
+def test_the_parent_logs_in_the_format_that_vllm_is_given(
+    arguments: tuple[str, ...], is_json: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, str] = {}
+    monkeypatch.setattr(logging, "basicConfig", given.update)
+    monkeypatch.setattr("ctxwin_server.process.supervisor.supervise", lambda *_: 0)
+    assert run("tiny", *arguments)[0] == 0
+    record = logging.LogRecord("ctxwin.serve", logging.ERROR, "", 0, "the engine died", None, None)
+    line = logging.Formatter(given["format"]).format(record)
+    assert json.loads(line)["message"] == "the engine died" if is_json else line.startswith("ERROR 20")
 
 
 @pytest.mark.vllm

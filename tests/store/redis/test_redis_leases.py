@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ctxwin import Library
 from ctxwin.errors import StaleOwner, StoreUnavailable
 from ctxwin.store.redis import RedisStore
 from store.redis_server import Server
@@ -142,6 +143,13 @@ def test_a_record_that_was_retired_is_not_brought_back(store: RedisStore) -> Non
     with pytest.raises(StaleOwner, match="must be written by its owner"):
         store.commit("window/a", b"two", 1)
     assert store.claim("window/a") is None and store.token("window/a") > 1
+
+
+def test_a_library_that_was_deleted_can_be_created_again(store: RedisStore) -> None:
+    for text in (b"A red car.", b"A blue bus."):
+        library = Library(store, "cars")
+        library.add(text, "car.txt")
+        library.delete()
 
 
 def test_fenced_records_say_where_the_server_does_not_answer(mortal: Server) -> None:

@@ -1,5 +1,6 @@
 """The audit log: who stored, exported, shared and deleted what, as lines of JSON in a file of bounded size, without content."""
 
+import fcntl
 import json
 import logging
 import os
@@ -51,8 +52,9 @@ class _Private(RotatingFileHandler):
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file that is its owner's alone from then on, also if it was there; a device stays as it is."""
+    """Open a file that is its owner's and this process's alone from then on, also if it was there; a device stays as it is."""
     file = os.open(path, flags, 0o600)
     if stat.S_ISREG(os.fstat(file).st_mode):
         os.fchmod(file, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another server would rotate away what this one writes
     return file

@@ -51,7 +51,7 @@ _TEMPLATE = "tools tool_choice add_generation_prompt continue_final_message chat
 ROUTERS = ("no_stop_trim", "separate_reasoning", "stream_reasoning", "return_hidden_states")
 """Fields that routers add to every chat since other servers have them; vLLM has not."""
 _TOKENIZED = "model prompt messages add_special_tokens return_token_strs"
-_ANTHROPIC = "model messages system tools tool_choice thinking"
+_ANTHROPIC = "model messages system tools tool_choice thinking service_tier"
 PLAIN = {
     CHAT: Endpoint(
         _fields(

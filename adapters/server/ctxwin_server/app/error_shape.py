@@ -7,6 +7,7 @@ API they are of.
 
 import errno
 import json
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -35,11 +36,9 @@ _ELSEWHERE = {
     "images": "this server writes text only",
 }
 """Alternatives to routes that do not exist, by the path below ``/v1/``."""
-
-
 _BELOW_V1 = ("/windows", "/chunks", "/libraries", "/chat/", "/completions", "/responses", "/messages", "/models")
 """Paths that a client asks for whose base URL lacks the ``/v1``."""
-_NO_RETRY = (409, 410, 413, 422)
+_NO_RETRY = (409, 410, 413, 422, 501)
 _INTERNAL = Kind(Exception, 500, "internal_error", "server_error")
 
 
@@ -106,13 +105,10 @@ class _ErrorReshaper:
         await self._send(message)
 
     def _shape(self, status: int) -> bytes:
-        try:
-            answer = json.loads(self._body)
-        except ValueError:
-            return self._body
-        if not isinstance(answer, dict):
-            return self._body
-        return json.dumps(shape(answer, status, self._method, self._path)).encode()
+        with suppress(ValueError):
+            if isinstance(answer := json.loads(self._body), dict):
+                return json.dumps(shape(answer, status, self._method, self._path)).encode()
+        return self._body
 
 
 def shape(answer: dict[str, Any], status: int, method: str, path: str) -> dict[str, Any]:
@@ -133,13 +129,18 @@ def shape(answer: dict[str, Any], status: int, method: str, path: str) -> dict[s
     return {"error": shaped_error}
 
 
+def elsewhere(path: str) -> str:
+    """Return the alternative to a path that hosted APIs have and this server does not; "" for any other."""
+    below = path.removeprefix("/v1/") + "/"
+    return next((text for name, text in _ELSEWHERE.items() if below.startswith(name + "/")), "")
+
+
 def _message(detail: Any, status: int, method: str, path: str) -> str:
-    below = path.removeprefix("/v1/")
     if status == 404 and detail in (None, "Not Found"):
-        instead = next((text for name, text in _ELSEWHERE.items() if below == name or below.startswith(name + "/")), "")
+        instead = elsewhere(path)
         if path.startswith(_BELOW_V1):
             instead = "it stands below /v1: OpenAI's clients and RemoteWindow take http://HOST:PORT/v1 as base_url"
-        if below.startswith("v1/"):
+        if path.startswith("/v1/v1/"):
             instead = "it stands below one /v1: Anthropic's clients take http://HOST:PORT as base_url"
         return f"{method} {path[:200]} is not served here; {instead or 'see /openapi.json or the reference'}"
     if status == 405:

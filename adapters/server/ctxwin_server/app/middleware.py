@@ -28,6 +28,7 @@ GATEWAY = "ctxwin_server.app.middleware.Gateway"
 """The middleware as vLLM's ``--middleware`` takes it."""
 _FREE = ("GET", "HEAD", "DELETE", "OPTIONS")
 """Methods whose requests need hardly any memory, or free some."""
+_CUT_OFF = b'event: error\ndata: {"type":"error","error":{"message":"the server is shutting down; ask another"}}\n\n'
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -92,7 +93,12 @@ class Gateway:
             options: RequestOptions | None = scope.get(REQUEST_OPTIONS)
             if options is not None:
                 stack.enter_context(service.pending_requests.carry(options, scope))
-            await self._app(scope, receive, send if options is None else ReportingSend(send, options))
+            try:
+                await self._app(scope, receive, send if options is None else ReportingSend(send, options))
+            except RuntimeError as error:  # vLLM has no event of responses for an answer that a shutdown cuts off
+                if not service.requests.draining or "already started" not in str(error):
+                    raise
+                await send({"type": "http.response.body", "body": _CUT_OFF})
             if options is not None and options.off:  # else it is saved with its window
                 service.tenant_state(options.tenant).shared.save(options.shelf)
             if options is not None and options.next_prompt is not None:

@@ -29,6 +29,7 @@ from ctxwin_client.errors import NotAllowed, TooLarge
 from ctxwin_server.app import endpoints
 from ctxwin_server.app.accounts import BodyReader, Malformed, encode_json, parse_json, replace_body
 from ctxwin_server.app.endpoints import CHAT, COUNT, PLAIN, names_chunks
+from ctxwin_server.app.error_shape import elsewhere
 from ctxwin_server.app.isolation import bind, check_options, check_scores, plain_salt
 from ctxwin_server.app.request_options import REQUEST_OPTIONS, RequestOptions
 from ctxwin_server.app.service import TENANT, Service
@@ -74,6 +75,8 @@ async def route(
     if tenant:
         if scope["type"] == "websocket":
             raise NotAllowed("no WebSocket is served to tenants")
+        if elsewhere(path):
+            raise EarlyResponse(JSONResponse({"detail": "Not Found"}, 404))  # which gets its hint on its way
         endpoints.check_endpoint(scope["method"], path)
         scope["headers"] = endpoints.allowed_headers(scope["headers"])
     if tenant is None or scope.get("method") != "POST":

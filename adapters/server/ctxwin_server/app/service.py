@@ -139,11 +139,8 @@ class Service:
     ) -> None:
         self.limits = limits or Limits()
         self.models = tuple(models)
-        self.fetches_media = fetches_media
-        self.windows = windows
-        self.policy = policy
-        self.prompts = prompts
-        self.late_system = late_system
+        self.fetches_media, self.windows, self.late_system = fetches_media, windows, late_system
+        self.policy, self.prompts = policy, prompts
         metrics_keys = Keys.of([metrics_key] if metrics_key else [], ())
         self.authentication = Authentication(keys or Keys(), metrics_keys, private_metrics)
         self.quarantine = quarantine or Quarantine()
@@ -155,12 +152,9 @@ class Service:
         self._open_windows = OpenWindows(self.limits.max_windows_total)
         self.metrics = metrics or Metrics(by_tenant=bool(tenants))
         self.chat_prefill = ChatPrefill(self.busy, partial(self.metrics.count, self.metrics.prefills))
-        self._stores_asked = float("-inf"), True
-        self._asking_stores = threading.Lock()
+        self._stores_asked, self._asking_stores = (float("-inf"), True), threading.Lock()
         self._tenants: dict[str, Tenant | None] = {"": None, **{t.name: t for t in tenants}}
-        self._open_engine = open_engine
-        self._open_records = open_records
-        self._references = references
+        self._open_engine, self._open_records, self._references = open_engine, open_records, references
         self._tenant_states: dict[str, TenantState] = {}
         total = self.limits.max_body_bytes
         self.body_bytes = BodyBytes(total, max(total // 2, self.limits.max_upload_bytes) if tenants else total)

@@ -86,7 +86,7 @@ class Settings:
         try:
             AuditLog(self.audit_log).close()
         except OSError as error:
-            raise OSError(f"--audit-log must be a file of this user's to write, got {error}") from None
+            raise OSError(f"--audit-log must be a file of this server's alone to write, got {error}") from None
         same = {name for name in vars(self) if name in Limits.__dataclass_fields__}
         same -= {"max_upload_bytes", "max_text", "max_memory", "fidelity"}
         limits = Limits(

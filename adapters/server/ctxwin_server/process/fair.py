@@ -61,17 +61,14 @@ class FairPool:
         waiting: int = 1 << 20,
         name: str = "ctxwin-serve",
     ) -> None:
-        self._name = name
-        self._most = threads
+        self._name, self._most, self._most_waiting = name, threads, waiting
         self._caps = dict(most or {})
         self._each = threads if each is None else each
-        self._most_waiting = waiting
         self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._idle = self._begun = 0
         self._waiting: dict[str, deque[_Job]] = {}
         self._running: Counter[str] = Counter()
         self._served: dict[str, int] = {}  # when the tenant's newest job began, in jobs
-        self._begun = 0
         self._asked: dict[str, float] = {}  # when the tenant last asked for a turn
         self._rests: dict[str, float] = {}  # until when it rests where others ask
         self._rested: float | None = None  # when the first of those that wait and rest has rested

@@ -37,7 +37,9 @@ class IdempotencyCache:
             turn.users += 1
         try:
             with turn.lock:
-                raw = self._find(name, body_digest)
+                cached_digest, raw = self._kept.get(name) or (body_digest, None)
+                if cached_digest != body_digest:
+                    raise ValueError("an Idempotency-Key must stand for one request, got another body; make a new key")
                 if raw is None:
                     raw = work()
                     self._kept.put(name, (body_digest, raw), len(raw) + _BESIDE_BYTES)
@@ -47,12 +49,6 @@ class IdempotencyCache:
                 turn.users -= 1
                 if not turn.users:
                     del self._turns[name]
-
-    def _find(self, name: str, body_digest: str) -> bytes | None:
-        cached_digest, raw = self._kept.get(name) or (body_digest, None)
-        if cached_digest != body_digest:
-            raise ValueError("an Idempotency-Key must stand for one request, got another body with it; make a new key")
-        return raw
 
 
 @dataclass

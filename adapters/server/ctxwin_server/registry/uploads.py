@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,14 +71,11 @@ class Uploads:
         return chunk
 
     def _read(self, key: str) -> Chunk | None:
-        record = self.engine.repo.get_json(key, bound=False)
-        try:
-            chunk = None if record is None else Chunk.model_validate(record)
-        except ValueError:
-            return None
-        if chunk is None or _key(chunk.id) != key:
-            return None
-        return chunk.model_copy(update={"parts": without_sources(chunk.parts)})
+        with suppress(ValueError):  # there is none, or it is damaged
+            chunk = Chunk.model_validate(self.engine.repo.get_json(key, bound=False))
+            if _key(chunk.id) == key:
+                return chunk.model_copy(update={"parts": without_sources(chunk.parts)})
+        return None
 
     def describe(self, chunk_id: str) -> dict[str, Any]:
         """Describe an uploaded chunk; raise UnknownUpload also if its pixels have left the store."""

@@ -134,10 +134,7 @@ class WindowRegistry:
         self.records = engine.repo.store if records is None else records
         self.taken_over = self.fenced_off = 0
         self.forking = threading.Lock()
-        self._most = most
-        self._limits = limits
-        self._total = total
-        self._watch = watch
+        self._most, self._limits, self._total, self._watch = most, limits, total, watch
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._lock = threading.RLock()
         self._closed = False
@@ -185,7 +182,7 @@ class WindowRegistry:
             StaleOwner: another server took the window over meanwhile; it has every version but this one.
             StoreUnavailable, StoreFull: a shared store refused the version, which is undone.
 
-        Cost: a small write for every new version, and with a shared store a round trip for the window's owner.
+        Cost: a read of the window's record for its owner, and a small write for every new version.
         """
         with self._using(window_id) as entry:
             yield entry.window
@@ -305,7 +302,7 @@ class WindowRegistry:
         entry = self._entries.get(window_id)
         if entry is None and self._is_stored(window_id):
             self._total.make_room()
-        elif entry is not None and self.records.shared and self.records.token(_key(window_id)) > entry.token:
+        elif entry is not None and self.records.token(_key(window_id)) > entry.token:
             with self._lock:
                 if self._entries.get(window_id) is entry:
                     _log.info("window %s was taken over by another server; its newest version is read", window_id)

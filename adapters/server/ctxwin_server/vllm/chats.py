@@ -104,6 +104,11 @@ class ChatClient:
                 elif sent and media is not None:
                     media.note(sent, received=True)
                 sent = None
+                # What a shutdown cuts off (`internals.abort_all`) vLLM's routes would report as a finished answer.
+                if self._service.requests.draining and any(part.finish_reason == "abort" for part in output.outputs):
+                    from vllm.exceptions import RetryableRequestError
+
+                    raise RetryableRequestError("the server is shutting down; try another one")
                 yield output
 
     async def _prefill(

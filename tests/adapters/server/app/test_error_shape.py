@@ -12,7 +12,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from ctxwin_server.app.error_shape import reshape_errors, shape
+from ctxwin.errors import MissingExtra
+from ctxwin_client.errors import from_body
+from ctxwin_server.app.error_shape import reshape_errors, retry_headers, shape, to_body
 
 OPENAI = {"message", "type", "param", "code"}
 RAISED = {"message": "no", "type": "Bad Request", "param": "body", "code": 400}
@@ -44,6 +46,14 @@ def test_each_api_has_its_own_shape() -> None:
     assert answer.headers["x-request-id"] == "r" and int(answer.headers["content-length"]) == len(answer.content)
     assert client.post("/v1/chat/completions").json() == {"error": RAISED}
     assert client.post("/v1/plain").text == "no" and client.post("/v1/right").text == "data: 1\n\ndata: 2\n\n"
+
+
+def test_what_the_server_lacks_is_named_with_its_remedy() -> None:
+    missing = MissingExtra("bm25s is not installed; run pip install 'ctxwin[library]'", name="bm25s")
+    status, body = to_body(missing)
+    assert status == 501 and body["error"]["code"] == "missing_extra" and retry_headers(status, body)
+    again = from_body(body["error"])
+    assert isinstance(again, MissingExtra) and str(again) == str(missing)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import socketserver
+import ssl
 import stat
+import subprocess
 import sys
 import threading
 import time
 import urllib.request
+from contextlib import nullcontext, suppress
+from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
+from fastapi.responses import StreamingResponse
 from openai import RateLimitError
 from typer.testing import CliRunner
 
@@ -175,6 +181,38 @@ def test_an_audit_log_that_was_there_becomes_its_owners_alone(tmp_path: Path) ->
     assert stat.S_IMODE(Path("/dev/null").stat().st_mode) == 0o666
 
 
+def test_an_audit_log_has_one_writer(tmp_path: Path) -> None:
+    """Two that rotate one file lose what the other one wrote."""
+    log = str(tmp_path / "audit.jsonl")
+    first = AuditLog(log, most_bytes=200)
+    for _ in range(9):  # also behind a rotation
+        first.record("acme", "host", "store", id="x")
+        with pytest.raises(OSError, match="--audit-log must be a file of this server's alone"):
+            Settings(audit_log=log).service()
+    first.close()
+    Settings(audit_log=log).service()
+
+
+def test_a_stream_that_a_shutdown_cuts_off_says_so() -> None:
+    with serving() as server:
+
+        @server.app.get("/v1/stream")
+        async def stream() -> Any:
+            async def events() -> Any:
+                yield b"data: {}\n\n"
+                raise HTTPException(500)
+
+            return StreamingResponse(events(), media_type="text/event-stream")
+
+        with pytest.raises(IncompleteRead), urllib.request.urlopen(f"{server.url}/v1/stream") as answer:
+            answer.read()
+        server.service.requests.one = lambda *_, **__: nullcontext()  # type: ignore[method-assign]
+        server.service.requests.draining = True
+        with urllib.request.urlopen(f"{server.url}/v1/stream") as answer:
+            _, last = answer.read().strip().split(b"\n\n")
+        assert last.startswith(b"event: error\ndata: ") and "shutting down" in json.loads(last[19:])["error"]["message"]
+
+
 def test_probes_may_ask_with_head() -> None:
     with serving(api_keys=["only"]) as server:
         for path in ("/ready", "/health"):
@@ -213,6 +251,27 @@ def test_the_doctor_of_addresses_and_keys_that_are_none() -> None:
     with pytest.raises(ValueError, match="must be printable ASCII") as raised:
         examine("http://127.0.0.1:1", "sk-secret\nx")
     assert "secret" not in str(raised.value)
+
+
+def test_the_doctor_of_a_server_behind_tls(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+    subprocess.run([*made, "-days", "1", "-subj", "/CN=127.0.0.1"], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+
+    class Closed(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                context.wrap_socket(self.request, server_side=True).close()
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Closed) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (found,) = examine(url := f"https://127.0.0.1:{server.server_address[1]}")
+        assert found.remedy == f"trust its certificate: SSL_CERT_FILE=FILE ctxwin doctor {url}"
+        (found,) = examine(url.replace("https", "http"))
+        assert found.remedy == f"ask over TLS: ctxwin doctor {url}"
+        server.shutdown()
 
 
 def test_metrics_have_a_key_of_their_own() -> None:

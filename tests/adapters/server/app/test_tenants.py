@@ -147,6 +147,13 @@ def test_what_cannot_be_kept_apart_is_not_served_to_tenants(server: Server, path
     assert not server.passed
 
 
+def test_what_stands_elsewhere_is_named_to_tenants_as_to_everybody(server: Server) -> None:
+    for key in ("key-a", "key-own"):
+        status, answer = call(server, "/v1/vector_stores", {}, authorization=f"Bearer {key}")
+        assert status == 404 and "POST /v1/libraries" in answer["error"]["message"]
+    assert chat(server, "key-a", "/v1/messages", max_tokens=1, service_tier="auto")["service_tier"] == "auto"
+
+
 def test_headers_that_steer_the_engine_do_not_reach_it_from_tenants(server: Server) -> None:
     """A priority in a header let one tenant in front of everybody."""
     steering = {

@@ -18,7 +18,7 @@ from adapters.server.calls import call
 from adapters.server.serving import Server, serving
 from ctxwin import Chunk, Window, open_engine
 from ctxwin.engines.base import Engine
-from ctxwin.errors import BadMedia, BudgetExceeded, EngineFailed, UnknownChunk
+from ctxwin.errors import BadMedia, BudgetExceeded, CtxwinError, EngineFailed, UnknownChunk
 from ctxwin.media import png
 from ctxwin.tiny import world
 from ctxwin_client import AsyncLiveStream, LiveStream, RemoteWindow
@@ -312,7 +312,7 @@ def test_tenants_have_streams_of_their_own() -> None:
             assert len(live.state.placed) == 1
             with pytest.raises(UnknownWindow), LiveStream(server.client("key-bolt"), window.id):
                 pass
-        with pytest.raises(Exception, match="401"), LiveStream(server.client("key-none"), window.id):
+        with pytest.raises(CtxwinError, match="API key must be one"), LiveStream(server.client("key-none"), window.id):
             pass
         assert server.service.body_bytes._held.total() == 0
 

@@ -232,17 +232,17 @@ def test_a_snapshot_cannot_make_the_server_read_files(client: OpenAI, server: Se
             remote.ask(QUESTION, 2)
 
 
-def test_idle_windows_are_put_aside_and_come_back(client: OpenAI, server: Server) -> None:
+def test_idle_windows_are_put_aside_and_come_back(
+    client: OpenAI, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     windows = server.service.tenant_state("").windows
     with RemoteWindow(client, "h", 900) as window:
         ids = window.extend(CHUNKS[:3])
         window.evict(ids[0])
         before = window.ask(QUESTION, 3)
-        windows._ttl_s = 0.0
-        try:
+        with monkeypatch.context() as patch:
+            patch.setattr(windows, "_limits", replace(windows._limits, window_ttl_s=1e-9))
             assert windows.sweep() >= 1 and len(windows) == 0
-        finally:
-            windows._ttl_s = 1000.0
         assert window.ids == tuple(ids[1:]) and window.evicted == (ids[0],)
         assert window.ask(QUESTION, 3).text == before.text
         assert window.recall(ids[0]) == 0

@@ -1,4 +1,4 @@
-"""One owner a window among servers that share a Redis: hand-over, stale owners, retries, a store that does not answer."""
+"""One owner a window among servers that share a store: hand-over, stale owners, retries, a store that does not answer."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def servers(redis: Redis) -> Iterator[list[Server]]:
-    """Two servers, as two machines would run them."""
+@pytest.fixture(scope="module", params=["redis", "disk"])
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """Two servers, as two machines would run them, or two processes of one."""
+    is_disk = request.param == "disk"
+    url = f"disk:{tmp_path_factory.mktemp('kv')}" if is_disk else request.getfixturevalue("redis").url
     with ExitStack() as stack:
-        yield [stack.enter_context(serving(store=f"tiered:memory:,{redis.url}")) for _ in range(2)]
+        yield [stack.enter_context(serving(store=f"tiered:memory:,{url}")) for _ in range(2)]
 
 
 def on(server: Server, window: RemoteWindow) -> RemoteWindow:

@@ -92,7 +92,9 @@ class Seam:
             chat_pool=SimpleNamespace(run=run),
             metrics=metrics,
             limits=SimpleNamespace(fidelity=Fidelity("exact")),
+            requests=SimpleNamespace(draining=False),
         )
+        self.requests = service.requests
         self.chats = chats.ChatClient(SimpleNamespace(generate=self.inner), service)
 
     async def inner(self, prompt: Any, sampling: Sampling, request_id: str, **options: Any) -> AsyncIterator[Any]:
@@ -189,6 +191,18 @@ def test_a_load_that_fails_is_computed_and_counted(seam: Seam) -> None:
 def test_an_error_behind_the_first_token_is_vllms_to_tell(seam: Seam) -> None:
     seam.script = [[output("a"), output("", "error")]]
     assert asyncio.run(seam.ask(RequestOptions(name="s"))) == ["a", ""] and len(seam.calls) == 1
+
+
+@pytest.mark.parametrize("off", ["", "media"])
+def test_an_answer_that_a_shutdown_cuts_off_is_an_error(seam: Seam, off: str) -> None:
+    """One that something else aborts is vLLM's to tell."""
+    from vllm.exceptions import RetryableRequestError
+
+    seam.script = [[output("a"), output("b", "abort")] for _ in range(2)]
+    assert asyncio.run(seam.ask(RequestOptions(name="s", off=off))) == ["a", "b"]
+    seam.requests.draining = True
+    with pytest.raises(RetryableRequestError, match="try another one"):
+        asyncio.run(seam.ask(RequestOptions(name="s", off=off)))
 
 
 def test_a_window_that_cannot_be_prepared_leaves_the_chat_alone(seam: Seam, caplog: pytest.LogCaptureFixture) -> None:
