@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,15 @@ def is_prepared(library: Library, engine: Engine) -> bool:
 
 def texts(window: RemoteWindow) -> list[str]:
     return [p.chunk.label for p in window.snapshot().placed]
+
+
+def test_a_files_name_is_the_same_however_its_accents_are_written(shelf: RemoteLibrary) -> None:
+    composed, apart = (unicodedata.normalize(form, "Kühler.txt") for form in ("NFC", "NFD"))
+    shelf.add(b"text", apart)
+    with pytest.raises(NameTaken):
+        shelf.add(b"text", composed)
+    shelf.remove(apart)
+    shelf.add(b"text", composed)
 
 
 def test_a_name_leads_nowhere_else(shelf: RemoteLibrary, acme: OpenAI) -> None:
