@@ -107,13 +107,13 @@ class Window(WindowReader):
         self.retrieval: Retrieval = checked_policy("retrieval", retrieval or ById(), "choose")
         self._tool_branch = ToolBranch()
 
-    def at(self, version: int) -> Self:
+    def at(self, version: int) -> Window:
         """A read-only window on an old version (the newest 1,024 are kept); it can ask, plan, fork and snapshot.
 
         Fewer are kept where each has many chunks that the next one changed, but always 16. Every edit makes one version; `adopt`
         may skip some, which are read as the one before. Raises UnknownVersion.
         """
-        return self.over(self.core.at(version), self.eviction, self.retrieval)
+        return Window.over(self.core.at(version), self.eviction, self.retrieval)
 
     def undo(self) -> None:
         """Take back the last edit that is not taken back yet, as a new version; an answer is no edit.

@@ -264,12 +264,12 @@ def test_a_fork_shares_everything_and_its_edits_stay_its_own(engine: FakeEngine,
         window.adopt(Window(engine, "hd"))
 
 
-def test_branches_and_versions_are_of_their_windows_class(engine: FakeEngine) -> None:
+def test_branches_are_of_their_windows_class(engine: FakeEngine) -> None:
     class Own(Window):
         """A user's own class."""
 
     window = Own(engine)
-    assert type(window.fork()) is type(window.at(0)) is type(Own.restore(engine, window.snapshot())) is Own
+    assert type(window.fork()) is type(Own.restore(engine, window.snapshot())) is Own
 
 
 def test_a_window_is_neither_copied_nor_pickled(window: Window) -> None:
