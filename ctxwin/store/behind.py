@@ -2,8 +2,10 @@
 
 import json
 import logging
+import os
 import threading
-from collections import Counter, deque
+import weakref
+from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -51,10 +53,14 @@ class Writer(Generic[R]):
         self, store: Store, write: Callable[[str, Entry[R]], bool], failed: Callable[[], None], max_bytes: int
     ) -> None:
         self._store, self._write, self._failed, self._max_bytes = store, write, failed, max_bytes
+        self.begin()
+        _writers.add(self)
+
+    def begin(self) -> None:
+        """Begin with nothing pending, also in a forked process: what is pending there its parent writes."""
         self._lock = threading.RLock()  # held while a record goes over into the store's hands, with its leases
         self._pending: dict[str, _Pending[R]] = {}
-        self._nbytes = 0
-        self._thread: ThreadPoolExecutor | None = None
+        self._nbytes, self._thread = 0, ThreadPoolExecutor(1, "ctxwin-store")
 
     def put(self, key: str, record: Entry[R], nbytes: int) -> bool:
         """Write ``record``, which holds ``nbytes`` of memory; return False where it is known to be refused.
@@ -68,13 +74,10 @@ class Writer(Generic[R]):
             oldest.written.result()
         with self._lock:
             pending = _Pending((record[0], meta), nbytes)
-            earlier = self._pending.pop(key, None)
-            if earlier is not None:
+            if (earlier := self._pending.pop(key, None)) is not None:
                 earlier.deleted, pending.leases, earlier.leases = True, earlier.leases, 0
             self._pending[key] = pending
             self._nbytes += nbytes
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "ctxwin-store")
             try:
                 self._thread.submit(self._carry_out, key, pending)
             except RuntimeError:  # the interpreter ends, and takes no more work
@@ -93,8 +96,7 @@ class Writer(Generic[R]):
     def delete(self, key: str) -> bool:
         """Do not write ``key`` any more, or wait until it is written; return True if it was pending."""
         with self._lock:
-            pending = self._pending.pop(key, None)
-            if pending is None:
+            if (pending := self._pending.pop(key, None)) is None:
                 return False
             pending.deleted = True
         pending.written.result()
@@ -103,8 +105,7 @@ class Writer(Generic[R]):
     def lease(self, key: str) -> bool:
         """Protect ``key`` from eviction; return False where it is neither pending nor stored."""
         with self._lock:
-            pending = self._pending.get(key)
-            if pending is not None:
+            if (pending := self._pending.get(key)) is not None:
                 pending.leases += 1
                 return True
         return self._store.lease(key)
@@ -112,8 +113,7 @@ class Writer(Generic[R]):
     def release(self, key: str) -> None:
         """Release one lease of ``key``."""
         with self._lock:
-            pending = self._pending.get(key)
-            if pending is not None and pending.leases:
+            if (pending := self._pending.get(key)) is not None and pending.leases:
                 pending.leases -= 1
                 return
         self._store.release(key)
@@ -144,13 +144,17 @@ class Writer(Generic[R]):
             pending.written.set_result(None)
 
 
+_writers: weakref.WeakSet[Writer[Any]] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [*map(Writer.begin, _writers)])
+
+
 class LeaseCounts:
     """Base of `SpanRepository`: leases, also on records that ``writer`` has still to write; thread-safe."""
 
     def __init__(self, writer: Writer[Any]) -> None:
         self._writer = writer
         self._leases: Counter[str] = Counter()
-        self._abandoned: deque[Callable[[], None]] = deque()
+        self._abandoned: dict[Callable[[], None], None] = {}
         self._lock = threading.Lock()
 
     def lease(self, key: str) -> bool:
@@ -170,11 +174,11 @@ class LeaseCounts:
         self._writer.release(key)
 
     def abandon(self, release: Callable[[], None]) -> None:
-        """Call ``release`` later, before the next put, lookup of leases or edit of a window.
+        """Call ``release`` later, before the next put, lookup of leases or edit of a window; twice is as good as once.
 
         For finalizers: the garbage collector may run them in a thread that holds the store's lock.
         """
-        self._abandoned.append(release)
+        self._abandoned[release] = None
 
     def leased(self, key: str) -> bool:
         """Return True if ``key`` is leased through this repository."""
@@ -188,9 +192,6 @@ class LeaseCounts:
 
     def release_abandoned(self) -> None:
         """Release what was abandoned."""
-        while self._abandoned:
-            try:
-                release = self._abandoned.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            release()
+        for release in self._abandoned.copy():
+            release()  # what an interrupt ends is done again
+            self._abandoned.pop(release, None)

@@ -1,5 +1,6 @@
 """Stores stacked from fast to durable: reads go down until found and bring the value up, writes go to every tier."""
 
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +28,7 @@ class TieredStore(Store):
         self._leases: dict[str, list[tuple[Store, ...]]] = {}
         self._tally = Tally()
         self._deletions = self._deleting = 0  # those that have begun, and those under way
-        self._fetcher: ThreadPoolExecutor | None = None
-        self._wanted = 0
+        self._fetcher, self._process, self._wanted = ThreadPoolExecutor(1, "ctxwin-prefetch"), os.getpid(), 0
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {', '.join(map(repr, self.tiers))}>"
@@ -127,8 +127,8 @@ class TieredStore(Store):
         with self._lock:
             if self._closed:
                 return
-            if self._fetcher is None:
-                self._fetcher = ThreadPoolExecutor(1, "ctxwin-prefetch")
+            if self._process != os.getpid():  # a forked one has no thread of its parent's
+                self._fetcher, self._process, self._wanted = ThreadPoolExecutor(1, "ctxwin-prefetch"), os.getpid(), 0
             for key in islice(keys, max(0, _MOST_WANTED - self._wanted)):
                 self._wanted += 1
                 self._fetcher.submit(self._fetch, key)
@@ -168,9 +168,7 @@ class TieredStore(Store):
 
     def stats(self) -> StoreStats:
         """Items are those of the tier that holds most, bytes are summed over the tiers."""
-        parts = [tier.stats() for tier in self.tiers]
-        with self._lock:
-            leased = len(self._leases)
+        parts, leased = [tier.stats() for tier in self.tiers], len(self._leases)
         mine = self._tally.stats(max(part.items for part in parts), sum(part.bytes for part in parts))
         lost = {name: sum(getattr(part, name) for part in parts) for name in ("evictions", "corrupt", "foreign")}
         return replace(mine, leased=leased, **lost)
@@ -190,8 +188,7 @@ class TieredStore(Store):
 
     def close(self) -> None:
         with self._lock:
-            self._closed, fetcher = True, self._fetcher
-        if fetcher is not None:
-            fetcher.shutdown(cancel_futures=True)
+            self._closed = True
+        self._fetcher.shutdown(cancel_futures=True)
         for tier in self.tiers:
             tier.close()

@@ -51,6 +51,7 @@ frames every frame makes a hundred of them. The newest few versions are kept wha
 _SLIDES = 3
 """Slides by a few chunks, one after the other, from which on a window counts as one that slides one by one."""
 _log = logging.getLogger("ctxwin")
+_BUSY = "a window has one writer, and it is busy; wait for it, close() the stream that answers, or fork() the window"
 _open: weakref.WeakKeyDictionary[SpanRepository, weakref.WeakSet[WindowCore]] = weakref.WeakKeyDictionary()
 """The windows of this process by their store, for `WindowCore.forget`."""
 _ledgers: weakref.WeakKeyDictionary[SpanRepository, DemandLedger] = weakref.WeakKeyDictionary()
@@ -96,13 +97,8 @@ class WindowCore:
         self.state = state
         self.audits: Auditing = open_audits(engine, state.fidelity, partial(_emit_audit, weakref.ref(self)))
         self.seed = uuid.uuid4().hex if seed is None else seed
-        self.observers = observers
-        self.parent = parent
-        self.read_only = read_only
-        self.closed = False
-        self.operations = 0
-        self._single_slides = 0
-        self.vision_encodes = 0
+        self.observers, self.parent, self.read_only, self.closed = observers, parent, read_only, False
+        self.operations = self.vision_encodes = self._single_slides = 0
         self.heartbeat: Callable[[], None] = lambda: None
         self.idle: IdlePrefill | None = None
         if state.prefill == "idle" and not read_only:
@@ -112,9 +108,9 @@ class WindowCore:
         self._unshared: dict[int, int] = {}  # placements of a kept version that the next one does not have
         self._undo_version: int | None = None  # the version that `undo` goes back to; of older ones it is beside them
         self._pending: list[Event] = []  # sent when the writer is done
-        self._writer = threading.Lock()
+        self._writer = threading.Lock()  # of who writes, or wrote last
         self._stopping: Callable[[int], bool] = lambda writer: False
-        self._guard = threading.Lock()  # of leases and counts
+        self._guard = threading.Lock()  # of leases, counts and the writer
         self.leases: Leases = origin.leases if origin is not None else Leases(engine.repo)
         self._leased = [PlacedList[Placed]()]
         self._finalizer = weakref.finalize(self, self.leases.abandon, self._leased)  # for a window never closed
@@ -144,22 +140,26 @@ class WindowCore:
             raise ReadOnlyWindow("this window is closed; restore its snapshot to go on")
         if edit and self.read_only:
             raise ReadOnlyWindow("an old version must not be edited; fork() it, or edit the window it came from")
-        writer = threading.get_ident()
-        if not self._writer.acquire(blocking=self._stopping(writer)):
-            raise WindowBusy(
-                "a window has one writer, and it is busy; wait for it, close() the stream that answers, or fork() the window"
-            )
-        begin = time.perf_counter()
-        sent: list[Event] = []
-        try:
-            self._stopping = lambda other: other != writer and stopped()
-            self._count()
-            self.heartbeat()
-            yield self.state
-            sent = self._pending
-        finally:
-            self._pending, self._stopping = [], lambda writer: False
-            self._writer.release()
+        writer, mine, sent = threading.get_ident(), threading.Lock(), list[Event]()
+        waits, begin = self._stopping(writer), time.perf_counter()
+        with mine:  # no interrupt comes between a lock and its ``with`` block, which `Lock.acquire` could not promise
+            while True:
+                with self._guard:
+                    other = self._writer = self._writer if self._writer.locked() else mine
+                    self.operations += other is mine
+                if other is mine:
+                    break
+                if not waits:
+                    raise WindowBusy(_BUSY)
+                with other:
+                    begin = time.perf_counter()
+            try:
+                self._stopping = lambda other: other != writer and stopped()
+                self.heartbeat()
+                yield self.state
+                sent = self._pending
+            finally:
+                self._pending, self._stopping = [], lambda writer: False
         for event in sent:
             self.emit(replace(event, seconds=time.perf_counter() - begin))
         self.heartbeat()
@@ -228,14 +228,14 @@ class WindowCore:
                 _log.exception("an observer failed on %s of window %s; the window goes on", event.op, event.window)
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Add an observer, once; return a function that removes it."""
+        """Add an observer, once; return a function that removes it from this window, and leaves it to the forks made before."""
         if not callable(observer):
             raise TypeError(f"observer must be callable, got {observer!r}")
         if observer not in self.observers:
             self.observers = (*self.observers, observer)
 
         def stop() -> None:
-            self.observers = tuple(o for o in self.observers if o is not observer)
+            self.observers = tuple(o for o in self.observers if o != observer)
 
         return stop
 
@@ -262,8 +262,7 @@ class WindowCore:
         """Note that `Window.slide` evicted ``count`` chunks without a mark; log once what a mark would save."""
         remaining = len(self.state.placed)
         self._single_slides = self._single_slides + 1 if 4 * count <= remaining else 0
-        advice = self.sliding_advice()
-        if advice is not None and self._single_slides == _SLIDES:
+        if self._single_slides == _SLIDES and (advice := self.sliding_advice()) is not None:
             _log.warning(
                 "window %s is exact and slides %d of %d chunks at a time, so that each ask computes all chunks behind them, "
                 'about %.0f tokens; Window(low_water="auto") makes room for several at once: about %.0f an ask, with three '
@@ -280,8 +279,7 @@ class WindowCore:
     def check(self) -> None:
         """Assert the invariants of the state, its plan and its leases."""
         check_state(self.state, self.plan())
-        stored = set(filter(self.engine.repo.contains, self.state.keys()))
-        lost = stored - self.leases.keys - self.assembly.missing
+        lost = {*filter(self.engine.repo.contains, self.state.keys())} - self.leases.keys - self.assembly.missing
         assert self.closed or not lost, f"unleased keys {lost}"
 
     def place(self, state: State, chunk: Chunk) -> Placed:
@@ -297,11 +295,11 @@ class WindowCore:
     def cheapest_index(self, state: State, back: Placed, *, repair: bool = False) -> int:
         """Return the index at which ``back`` makes the next ask compute least: its chronological place, the end or the front, the
         first of these on a tie. Cost: three plans."""
-        costs: list[tuple[int, int]] = []
-        for at in (None, len(state.placed), 0):
-            new, index = edits.recall(state, back, at, repair=repair)
-            costs.append((self.assembly.plan(self.audits.with_fallbacks(new), self.fidelity).computed_tokens, index))
-        return min(costs, key=lambda pair: pair[0])[1]
+
+        def cost(recalled: tuple[State, int]) -> int:
+            return self.assembly.plan(self.audits.with_fallbacks(recalled[0]), self.fidelity).computed_tokens
+
+        return min((edits.recall(state, back, at, repair=repair) for at in (None, len(state.placed), 0)), key=cost)[1]
 
     def default_index(self, state: State, back: Placed, *, repair: bool = False) -> int | None:
         """Return where a recall places ``back`` that says nothing: None for the chronological place; in an exact window the end
@@ -310,11 +308,10 @@ class WindowCore:
         if self.fidelity.mode != "exact":
             return None
         named = {p.kv.span for p in (*state.placed, *state.evicted) if p.kv}
-        costs = []
-        for at in (None, len(state.placed)):
-            choices = choose(edits.recall(state, back, at, repair=repair)[0], self.fidelity, named.__contains__)
-            costs.append(sum(choice.entry.tokens for choice in choices if choice.compute))
-        return len(state.placed) if costs[1] < costs[0] else None
+        states = (edits.recall(state, back, at, repair=repair)[0] for at in (None, len(state.placed)))
+        choices = (choose(new, self.fidelity, named.__contains__) for new in states)
+        there, at_end = (sum(choice.entry.tokens for choice in some if choice.compute) for some in choices)
+        return len(state.placed) if at_end < there else None
 
     def free_tail(self, state: State) -> list[Placed]:
         """Return the chunks of an exact window that leave before all others; see `edits.free_tail`."""
@@ -345,10 +342,8 @@ class WindowCore:
             raise UnknownVersion(
                 f"version must be a kept version of this window, {first}..{self.state.version}, got {version!r}"
             )
-        state = self.state
-        if version < state.version:
-            state = next(self._history[v][0] for v in reversed(self._history) if v <= version)
-        state = self.audits.with_fallbacks(state)
+        kept = reversed([*self._history.values(), (self.state, None)])
+        state = self.audits.with_fallbacks(next(state for state, _ in kept if state.version <= version))
         return WindowCore(self.engine, state, observers=self.observers, parent=self.parent, read_only=True)
 
     def fork(self, system_prompt: str | None = None, budget: int | None = None) -> WindowCore:
@@ -359,7 +354,9 @@ class WindowCore:
         state = self.state
         if system_prompt is not None and system_prompt != state.system_prompt:
             state = placement.with_system_prompt(self.engine, state, system_prompt)
-        seed = digest("fork", self.seed, self.id, self._count())
+        with self._guard:
+            self.operations += 1
+            seed = digest("fork", self.seed, self.id, self.operations)
         state = state.replace(window=new_id(self.engine, seed), root=state.unit)
         if budget is not None:  # a test of what one question answers; nothing is predicted of it
             state = state.replace(budget=budget, prefill=None)
@@ -425,7 +422,7 @@ class WindowCore:
         """Return to the previous version if the only edit since was appending, ``placement_id`` among others."""
         with self.writing() as state:
             old, previous = self._history.get(state.version - 1, (None, None))
-            ids, kept = [p.id for p in state.placed], [p.id for p in old.placed] if old else []
+            ids, kept = state.placed.ids, old.placed.ids if old else ()
             if old and ids[: len(kept)] == kept and placement_id in ids[len(kept) :]:
                 del self._history[old.version], self._unshared[old.version]
                 self.commit(old, "forget", ids[len(kept) :], remember=False)
@@ -448,11 +445,6 @@ class WindowCore:
             self.leases.follow(self._leased, PlacedList())
         if not self.read_only:  # an old version has the id of a window that goes on
             self.emit(self.event("close"))
-
-    def _count(self) -> int:
-        with self._guard:
-            self.operations += 1
-            return self.operations
 
 
 def _emit_audit(
@@ -482,10 +474,9 @@ def demand_of(engine: Engine) -> Demand:
     if not limit:
         return Demand()
     with _opening:
-        if engine.repo not in _ledgers:
-            _ledgers[engine.repo] = DemandLedger(engine.spec.kv)
+        ledger = _ledgers.setdefault(engine.repo, DemandLedger(engine.spec.kv))
         cores = [core for core in _open.get(engine.repo, ()) if not core.closed and not core.read_only]
-        return _ledgers[engine.repo].demand({id(core): core.state for core in cores}, limit)
+        return ledger.demand({id(core): core.state for core in cores}, limit)
 
 
 def restore_core(engine: Engine, state: State | dict[str, Any] | str, seed: str | None = None) -> WindowCore:

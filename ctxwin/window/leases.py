@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import eq, not_
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Leases:
     """The keys that the chunks of a window and its forks need, leased once as far as they are stored. Thread-safe.
 
-    Counted are the windows at each list of chunks, the lists that have each block, and the uses of each key in blocks, so that a
-    fork adds to one number, and an edit changes those of what it changes.
+    Counted are the windows at each list of chunks (by identity), the lists that have each block, and the uses of each key in
+    blocks, so that a fork adds one entry, and an edit changes the counts of what it changes.
 
     Attributes:
         keys: the leased ones.
@@ -29,11 +29,11 @@ class Leases:
     def __init__(self, repo: SpanRepository) -> None:
         self.keys: set[str] = set()
         self._repo, self._lock = repo, threading.Lock()
-        self._windows: Counter[int] = Counter()  # by the identity of their list
-        self._lists: dict[int, tuple[PlacedList[Placed], frozenset[Content]]] = {}
+        self._windows: defaultdict[int, dict[int, list[PlacedList[Placed]]]] = defaultdict(dict)
         self._blocks: Counter[Content] = Counter()
         self._uses: Counter[str] = Counter()
         self._unleased: set[str] = set()
+        self._torn = False  # true in a change, and behind one that an interrupt ended
 
     def follow(self, window_list: list[PlacedList[Placed]], chunks: PlacedList[Placed]) -> None:
         """Lease what a window's chunks need, also what is stored by now, and release what no window here needs any more.
@@ -53,18 +53,21 @@ class Leases:
     def windows(self, key: str) -> int:
         """Return how many of these windows need ``key``. O(chunks of all)."""
         with self._lock:
-            needing = (i for i, (_, some) in self._lists.items() if any(key in p.keys for b in some for p in b.entries))
-            return sum(map(self._windows.__getitem__, needing))
+            counts = ((len(some), next(iter(some.values()))[0]) for some in self._windows.values())
+            return sum(count for count, chunks in counts if any(key in p.keys for p in chunks))
 
     def _replace(self, window_list: list[PlacedList[Placed]], chunks: PlacedList[Placed]) -> None:
         with self._lock:
-            leaving, coming = difference(*self._blocks_changed(window_list[0], chunks))
-            window_list[0] = chunks
+            torn, self._torn = self._torn, True
+            if torn:
+                self._count_anew()
+            leaving, coming = difference(*self._move(window_list, chunks))
             new = Counter(chain.from_iterable(p.keys for p in coming))
             self._uses.update(new)
             self._unleased.update(new.keys() - self.keys)
             self._uses.subtract(chain.from_iterable(p.keys for p in leaving))
-            unused = {key for p in leaving for key in p.keys if not self._uses[key]}
+            released = chain(self.keys if torn else (), chain.from_iterable(p.keys for p in leaving))
+            unused = {key for key in released if not self._uses[key]}
             self._unleased -= unused
             for key in list(self._unleased):
                 if self._repo.lease(key):
@@ -73,23 +76,33 @@ class Leases:
             for key in unused:
                 del self._uses[key]
                 if key in self.keys:
+                    self.keys.discard(key)  # first: an interrupt may leave a lease too many, and never one too few
                     self._repo.release(key)
-                    self.keys.discard(key)
+            self._torn = False
 
-    def _blocks_changed(self, old: PlacedList[Placed], new: PlacedList[Placed]) -> tuple[set[Content], set[Content]]:
-        """Count a window at ``new``, not at ``old``; return the blocks that no list has now, and those that none had before."""
-        leaving: frozenset[Content] = frozenset()
-        coming: frozenset[Content] = frozenset()
+    def _count_anew(self) -> None:
+        """Count again what an interrupt left half counted. O(chunks of all)."""
+        windows = [window for some in self._windows.values() for window in some.values() if window[0]]
+        counted: defaultdict[int, dict[int, list[PlacedList[Placed]]]] = defaultdict(dict)
+        for window in windows:
+            counted[id(window[0])][id(window)] = window
+        self._windows, lists = counted, {id(window[0]): window[0] for window in windows}
+        self._blocks = Counter(chain.from_iterable(chunks.contents for chunks in lists.values()))
+        self._uses = Counter(key for block in self._blocks for p in block.entries for key in p.keys)
+        self._unleased = self._uses.keys() - self.keys
+
+    def _move(self, window: list[PlacedList[Placed]], new: PlacedList[Placed]) -> tuple[set[Content], set[Content]]:
+        """Count a window at ``new``, not where it was; return the blocks that no list has now, and those that none had before."""
+        old, leaving, coming = window[0], frozenset[Content](), frozenset[Content]()
         if new and new is not old:
-            self._windows[id(new)] += 1
-            if id(new) not in self._lists:
-                coming = new.contents
-                self._lists[id(new)] = new, coming
+            coming = coming if id(new) in self._windows else new.contents
+            self._windows[id(new)][id(window)] = window
+        window[0] = new  # counted at both until then
         if old and new is not old:
-            self._windows[id(old)] -= 1
+            del self._windows[id(old)][id(window)]
             if not self._windows[id(old)]:
                 del self._windows[id(old)]
-                _, leaving = self._lists.pop(id(old))
+                leaving = old.contents
         additions, removals = coming - leaving, leaving - coming
         self._blocks.update(additions)
         self._blocks.subtract(removals)

@@ -8,9 +8,10 @@ from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
 from ctxwin.window.answer import Plan, PlanEntry
 from ctxwin.window.core import WindowCore
+from ctxwin.window.defaults import checked_policy
 from ctxwin.window.events import Observer
 from ctxwin.window.maintenance import Maintenance
-from ctxwin.window.protocols import Batching, Eviction
+from ctxwin.window.protocols import Batching, Eviction, Retrieval
 from ctxwin.window.removed import is_removed
 from ctxwin.window.sliding import mark_tokens
 from ctxwin.window.state import State
@@ -32,7 +33,6 @@ class WindowReader(MovedNames):
     """The attributes, plan and snapshot of a window."""
 
     core: WindowCore
-    _eviction: Eviction
 
     @property
     def eviction(self) -> Eviction:
@@ -41,9 +41,18 @@ class WindowReader(MovedNames):
 
     @eviction.setter
     def eviction(self, eviction: Eviction) -> None:
-        self._eviction = eviction
+        self._eviction = checked_policy("eviction", eviction, "order")
         if self.core.idle is not None:
             self.core.idle.predictor.eviction, self.core.idle.predictor.mark = eviction, self.low_water
+
+    @property
+    def retrieval(self) -> Retrieval:
+        """What `look_back` brings back."""
+        return self._retrieval
+
+    @retrieval.setter
+    def retrieval(self, retrieval: Retrieval) -> None:
+        self._retrieval = checked_policy("retrieval", retrieval, "choose")
 
     @property
     def engine(self) -> Engine:
@@ -148,7 +157,8 @@ class WindowReader(MovedNames):
         self.core.check()
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Call ``observer`` with an `Event` after every operation, also of later forks; return a function that ends that.
+        """Call ``observer`` with an `Event` after every operation, also of later forks; return a function that ends that
+        (forks made before go on calling it).
 
         It runs in the thread of the operation, once that has taken effect; what it raises is logged and changes nothing.
         """

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
 from ctxwin.errors import AnswerStopped
@@ -18,10 +21,6 @@ from ctxwin.window.ask import OnToken
 from ctxwin.window.core import WindowCore
 
 T = TypeVar("T")
-_AT_ONCE = 512
-_threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ctxwin-ask")
-"""Threads on which coroutines wait for windows. asyncio's own threads are 6 on a machine of 2 cores: as many windows would be in
-flight there, however many an engine can batch."""
 
 
 class AnswerCall(Protocol):
@@ -38,7 +37,13 @@ class Submit(Protocol):
 
 def in_thread(call: Callable[[], T], /) -> Future[T]:
     """Run ``call`` on the threads that all windows share, in a copy of the caller's context."""
-    return _threads.submit(contextvars.copy_context().run, call)
+    return _threads(os.getpid()).submit(contextvars.copy_context().run, call)
+
+
+@cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Return the threads on which coroutines of this process wait for windows; asyncio's are fewer than an engine can batch."""
+    return ThreadPoolExecutor(512, "ctxwin-ask")
 
 
 class SerialExecutor:
@@ -108,48 +113,52 @@ class TextDelta:
         return new
 
 
-class TokenStream(Iterator[str]):
-    """The text of an answer as it is generated. ``answer`` is None until the stream is exhausted."""
+class TokenStream(Iterator[str], AbstractContextManager["TokenStream"]):
+    """The text of an answer as it is generated. ``answer`` is None until the stream is exhausted.
+
+    Dropping it stops the engine, as `close` does. A context manager closes it also where an error's traceback keeps it alive.
+    """
 
     def __init__(self, call: AnswerCall) -> None:
         self.answer: Answer | None = None
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        # The thread holds no reference to the stream: one that is dropped (a ``break``) must stop, see `__del__`.
-        run = partial(contextvars.copy_context().run, _answer, self._items.put, self._stop, call)
-        self._thread = threading.Thread(target=run, name="ctxwin-answer", daemon=True)
-        self._thread.start()
+        self._stop = stop = threading.Event()
+        # The thread holds no reference to the stream: one that is dropped (a ``break``, the end of the process) must stop.
+        run = partial(contextvars.copy_context().run, _answer, self._items.put, stop, call)
+        thread = threading.Thread(target=run, name="ctxwin-answer", daemon=True)
 
-    def __iter__(self) -> TokenStream:
-        return self
+        def end() -> None:
+            stop.set()
+            if thread.is_alive() and thread is not threading.current_thread():  # which may find the garbage
+                thread.join()  # so that the window is free for whoever dropped the stream
+
+        self._end = end
+        weakref.finalize(self, end)
+        thread.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def __next__(self) -> str:
-        while True:
-            if self._stop.is_set():
-                raise StopIteration
-            item = self._items.get()
-            if item is None or isinstance(item, Answer):
-                self.answer = item
-                self.close()
-                raise StopIteration
-            if isinstance(item, BaseException):
-                self.close()
-                try:
+        try:
+            while not self._stop.is_set():
+                item = self._items.get()
+                if isinstance(item, BaseException):
                     raise item
-                finally:
-                    del item  # whose traceback refers to this frame: other streams of its caller would stay open
-            if item:
-                return item
+                if item is None or isinstance(item, Answer):
+                    self.answer = item
+                    self.close()
+                elif item:
+                    return item
+        except BaseException:  # Ctrl-C, too
+            item = None  # its traceback refers to this frame: other streams of its caller would stay open
+            self.close()
+            raise
+        raise StopIteration
 
     def close(self) -> None:
         """Stops the engine if it is still answering, and waits for it; the window is then unchanged."""
-        self._stop.set()
-        self._thread.join()
-
-    def __del__(self) -> None:
-        self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()  # so that the window is free for whoever dropped the stream
+        self._end()
 
 
 class AsyncTextStream(AsyncIterator[str]):
@@ -171,8 +180,9 @@ class AsyncTextStream(AsyncIterator[str]):
 
     async def __anext__(self) -> str:
         if self._asking is None and not self._closed:
-            self._asking = asyncio.create_task(self._ask(self._items.put_nowait))
-            self._asking.add_done_callback(partial(_put_end, self._items))
+            put = self._items.put_nowait
+            self._asking = asyncio.create_task(self._ask(put))
+            self._asking.add_done_callback(lambda asked: put(None if asked.cancelled() else asked.exception()))
         try:
             while not self._closed:
                 item = await self._items.get()
@@ -201,10 +211,6 @@ class AsyncTextStream(AsyncIterator[str]):
     def __del__(self) -> None:
         if self._asking is not None and not self._asking.get_loop().is_closed():
             self._asking.get_loop().call_soon_threadsafe(self._asking.cancel)
-
-
-def _put_end(items: asyncio.Queue[_Item], asking: asyncio.Task[None]) -> None:
-    items.put_nowait(None if asking.cancelled() else asking.exception())
 
 
 class AsyncTokenStream(AsyncTextStream):

@@ -26,7 +26,7 @@ from ctxwin.window import placement as placing
 from ctxwin.window.answer import Answer, Disposability
 from ctxwin.window.ask import AskOptions, OnToken, Question, ask, disposable, exchange, not_stopped, split_choices
 from ctxwin.window.core import WindowCore, new_id, restore_core
-from ctxwin.window.defaults import ById, LeastRecentlyRead, check_searchable, checked_policy
+from ctxwin.window.defaults import ById, LeastRecentlyRead, check_searchable
 from ctxwin.window.protocols import Eviction, Placement, Retrieval, Searchable
 from ctxwin.window.reader import WindowReader
 from ctxwin.window.removed import is_removed
@@ -103,8 +103,8 @@ class Window(WindowReader):
 
     def _bind(self, core: WindowCore, eviction: Eviction | None, retrieval: Retrieval | None) -> None:
         self.core = core
-        self.eviction = checked_policy("eviction", eviction or LeastRecentlyRead(), "order")
-        self.retrieval: Retrieval = checked_policy("retrieval", retrieval or ById(), "choose")
+        self.eviction = eviction or LeastRecentlyRead()
+        self.retrieval = retrieval or ById()
         self._tool_branch = ToolBranch()
 
     def at(self, version: int) -> Window:
@@ -442,7 +442,7 @@ class Window(WindowReader):
         return self.answer(Question.of(query, max_tokens, **options))
 
     def stream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> TokenStream:
-        """`ask`, yielding text as it is made; ``answer`` is there at the end. Closing it early changes nothing."""
+        """`ask`, yielding text as it is made; ``answer`` is there at the end. Closing it early (``with``) changes nothing."""
         return TokenStream(partial(self.answer, Question.of(query, max_tokens, **options)))
 
     async def aask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:

@@ -23,6 +23,8 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.store.disk import DiskStore
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
+from ctxwin.store.tiered import TieredStore
+from forks import refusals
 from store.wrapped import FaultStore
 from store.wrappers import WrapperStore
 
@@ -151,6 +153,34 @@ def test_what_is_pending_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     store.gate.release(2)
     repo.flush()
     assert sorted(store.list()) == ["span/0", "span/1", "span/2"]
+
+
+def test_a_forked_process_leaves_what_is_pending_to_its_parent_and_writes_its_own() -> None:
+    store = GatedStore()
+    repo = SpanRepository(store, "engine", behind=True)
+    tiered = TieredStore([MemoryStore(), MemoryStore()])
+    repo.put_span("span/a", span(1), {"token_ids": IDS})
+    tiered.prefetch(["b"])
+    tiered._fetcher.submit(int).result()  # no lock is held
+
+    def write_and_fetch() -> None:
+        repo.flush()
+        assert not store.contains("span/a")
+        store.gate = threading.Semaphore(1)
+        repo.put_span("span/b", span(2), {"token_ids": IDS})
+        repo.flush()
+        assert store.contains("span/b")
+        tiered.tiers[1].put("b", b"below")
+        tiered.prefetch(["b"])
+        while not tiered.tiers[0].contains("b"):
+            time.sleep(0.01)
+
+    try:
+        assert refusals([write_and_fetch]) == [""]
+    finally:
+        store.gate.release()
+    repo.flush()
+    assert store.contains("span/a")
 
 
 def test_a_refused_or_failed_write_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:

@@ -179,8 +179,7 @@ class TestTiers:
             tiered.delete("span/other" if held_below else "span/a")
             may_go_on.set()
             threads.shutdown()
-            if tiered._fetcher is not None:
-                tiered._fetcher.shutdown()
+            tiered._fetcher.shutdown()
             slow.get = below  # type: ignore[method-assign]
             assert tiered.contains("span/a") == slow.contains("span/a") == held_below
             assert fast.contains("span/a") == held_below

@@ -16,6 +16,8 @@ from ctxwin.errors import AnswerStopped, ReadOnlyWindow
 from ctxwin.policies import OldestFirst
 from ctxwin.window.answer import Answer
 from ctxwin.window.core import open_windows
+from ctxwin.window.stream import in_thread
+from forks import refusals
 from window.fake import FakeEngine
 from window.guarded import GuardedEngine
 
@@ -82,6 +84,11 @@ def test_calls_of_a_window_keep_their_order() -> None:
             assert sizes == sorted(sizes) and len(set(sizes)) == 6
 
     run(body)
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    in_thread(int).result()
+    assert refusals([lambda: in_thread(int).result()]) == [""]
 
 
 def test_windows_and_forks_answer_beside_each_other() -> None:

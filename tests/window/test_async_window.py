@@ -32,7 +32,7 @@ ELSEWHERE = {
     "over",
 }  # awaited they are `ask` and `stream`; `opening` takes a window instead of a core
 OPEN = {"at", "fork", "restore"}  # return a window, which is awaited or entered
-OWN = {"window", "opening", "run", "retrieval"}
+OWN = {"window", "opening", "run"}
 
 
 def public(kind: type) -> dict[str, Any]:

@@ -375,6 +375,14 @@ def test_unsubscribing(window: Window, told: Told) -> None:
     assert [e.op for e in other.events] == ["append"], "earlier ones do"
 
 
+def test_a_method_observes_once_however_often_it_is_taken(window: Window) -> None:
+    seen: list[Event] = []
+    window.observe(seen.append)
+    window.observe(seen.append)()
+    window.append(Chunk.text("dd"))
+    assert not seen
+
+
 def test_an_observer_is_there_from_the_moment_it_subscribes(engine: FakeEngine) -> None:
     window = Window(engine, "h", retrieval=ByToolCall())
     branch = window.fork()

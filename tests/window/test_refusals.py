@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import subprocess
+import sys
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -78,6 +82,12 @@ from window.fake import FakeEngine
         (lambda w: Window(w.engine, fidelity="exact"), TypeError, r"as Fidelity\('exact'\), got 'exact'"),
         (lambda w: Window(w.engine, eviction="lru"), TypeError, r"eviction must be a policy .* got 'lru'"),
         (lambda w: Window(w.engine, eviction=LeastRecentlyRead), TypeError, r"pass LeastRecentlyRead\(\)"),
+        (lambda w: setattr(w, "eviction", "lru"), TypeError, r"eviction must be a policy .* got 'lru'"),
+        (
+            lambda w: setattr(w, "retrieval", None),
+            TypeError,
+            r"retrieval must be a policy .* got None, which has no choose",
+        ),
         (lambda w: Window(w.engine, retrieval=LeastRecentlyRead()), TypeError, r"which has no choose\(\)"),
         (lambda w: Window.restore(w.engine, None), ValueError, "its dict or its JSON, got NoneType"),
         (lambda w: Window.restore(w.engine, {"format": 3, "panes": []}), ValueError, "use the ctxwin that wrote"),
@@ -214,6 +224,39 @@ def test_the_refusal_of_a_second_stream_keeps_no_first_one_open(engine: FakeEngi
         window.append(Chunk.text("free"))
     finally:
         gc.enable()
+
+
+def test_an_interrupted_stream_frees_the_window_also_where_its_traceback_is_kept(
+    engine: FakeEngine, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.delay = 0.05
+    stream = window.stream("q", max_tokens=3)
+    monkeypatch.setattr(stream, "_items", SimpleNamespace(get=Mock(side_effect=KeyboardInterrupt)))
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    window.append(Chunk.text("free"))
+    with window.stream("q", max_tokens=3) as other:
+        next(other)
+    window.append(Chunk.text("free"))
+
+
+def test_a_process_that_ends_stops_its_open_stream() -> None:
+    script = """
+import sys, time
+from ctxwin.window.stream import TokenStream
+
+def answer(on_token, stopped):
+    on_token(0, "a")
+    while not stopped():
+        time.sleep(0.01)
+    print("stopped")
+
+stream = TokenStream(answer)
+next(stream)
+sys.exit(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout) == (3, "stopped\n")
 
 
 def test_an_exact_window_is_not_compressed(engine: FakeEngine) -> None:
