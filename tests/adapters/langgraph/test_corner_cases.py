@@ -117,7 +117,9 @@ def test_a_stream_read_late_keeps_what_it_answered_over(engine: Any, picture: Pi
         with open_window(None, execution(engine), system_prompt="hd") as window:
             window.append(picture(1))
             stream = window.stream("what?", max_tokens=3, remember=True)
-            stream._thread.join()
+            for thread in threading.enumerate():
+                if thread.name == "ctxwin-answer":
+                    thread.join()
             window.append(picture(2))
             list(stream)
             window.check()

@@ -113,6 +113,7 @@ def test_it_has_the_methods_of_a_window() -> None:
         "eviction",
         "observe",
         "parent",
+        "retrieval",
         "answer",
         "over",
     }

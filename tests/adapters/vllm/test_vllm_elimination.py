@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.vllm import late_load, second_runner
+from adapters.vllm import second_runner
 from adapters.vllm.held_answers import answers, once, question
 from adapters.vllm.layouts import encoded, laid, spans_of
 from ctxwin.engines.hf.engine import HFEngine
@@ -160,7 +160,11 @@ def test_slots_leave_a_running_request_of_the_second_model_runner(engine: Any, m
 @pytest.mark.slow
 def test_an_answer_that_is_stopped_while_its_prompt_is_loaded_ends_nothing_else() -> None:
     done = subprocess.run(
-        [sys.executable, late_load.__file__], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, Path(__file__).with_name("late_load.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -278,7 +278,7 @@ def test_windows_stay_where_the_store_takes_no_snapshot(
     monkeypatch.setattr(windows.records, "commit", broken)
     made = [RemoteWindow(client, f"system prompt {i}") for i in range(3)]
     assert broken.call_count >= 3
-    monkeypatch.setattr(windows, "_ttl_s", 0.0)
+    monkeypatch.setattr(windows, "_limits", replace(windows._limits, window_ttl_s=1e-9))
     assert windows.sweep() == 0
     with pytest.raises(TooManyWindows, match="no more snapshots"):
         RemoteWindow(server.client(max_retries=0), "one more")
