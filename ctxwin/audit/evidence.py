@@ -34,7 +34,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,7 +45,7 @@ from ctxwin.audit.harm import CAP, Difference, Harm, Kind, Part, share_of
 from ctxwin.audit.options import Options
 from ctxwin.audit.record import SUFFIX, Decision, Evidence, Pending, Record, Tally, Verb
 from ctxwin.audit.strategies import STRATEGIES, error_of
-from ctxwin.fidelity import Reference
+from ctxwin.fidelity import Lane, Reference
 from ctxwin.files import atomic_write
 from ctxwin.hashing import digest
 from ctxwin.profiles import model_digest, profiles_folder
@@ -154,9 +154,10 @@ class Ledger:
                 self._reread()
             return self._record
 
-    def promoted(self) -> str | None:
-        """Return the promoted strategy that computed least; None for exact."""
-        promoted = {name: e for name, e in self.record.ways.items() if e.promoted and name in STRATEGIES}
+    def promoted(self, forbidden: Collection[Lane] = ()) -> str | None:
+        """Return the promoted strategy that computed least of those whose lane is not ``forbidden``; None for exact."""
+        allowed = {name for name, strategy in STRATEGIES.items() if strategy.lane not in forbidden}
+        promoted = {name: e for name, e in self.record.ways.items() if e.promoted and name in allowed}
         return min(promoted, key=lambda n: promoted[n].computed / max(1, promoted[n].exact_computed), default=None)
 
     def candidates(self) -> list[str]:

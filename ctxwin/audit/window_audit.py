@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from ctxwin.audit.auditor import Auditor, Job, auditor_of, enabled, log
+from ctxwin.audit.auditor import Auditor, Job, auditor_of, enabled
 from ctxwin.audit.evidence import Ledger
 from ctxwin.audit.harm import Kind, value_of
 from ctxwin.audit.replay import Exchange, Finding, keys_of
 from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.profiles import find_profile
-from ctxwin.window.answer import fill_audit
+from ctxwin.window.answer import amend
 from ctxwin.window.auditing import Auditing
 
 if TYPE_CHECKING:
@@ -41,10 +41,13 @@ class WindowAudit(Auditing):
         super().__init__(engine, requested, on_finding)
         profiled = not self._recurrent and find_profile(engine.spec.model) is not None
         self.earns = requested.mode == "auto" and enabled() and not self._always_exact and not profiled
+        if self.earns and not requested.keeps_survivors:  # which strategies do
+            forbid = tuple(dict.fromkeys((*requested.advanced.forbid, "survivor")))
+            self.requested, self._fixed = (f.with_advanced(forbid=forbid) for f in (requested, self._fixed))
         self._lock = threading.Lock()
         self._recent: deque[Exchange] = deque(maxlen=_RECENT)
         self._cached_ledger: Ledger | None = None
-        self._adopter: WindowAudit | None = None
+        self._tell_owner: Callable[[set[str]], None] = lambda fallen: None
 
     @property
     def _auditor(self) -> Auditor:
@@ -57,9 +60,9 @@ class WindowAudit(Auditing):
         return self._cached_ledger
 
     def in_force(self) -> tuple[str | None, Fidelity]:
-        """See `Auditing.in_force`. A promoted strategy serves as it was tried, unless its lane is forbidden."""
-        strategy = self._ledger.promoted() if self.earns else None
-        if strategy is None or STRATEGIES[strategy].lane in self._forbidden:
+        """See `Auditing.in_force`. A promoted strategy serves as it was tried, but for lanes that are forbidden."""
+        strategy = self._ledger.promoted(self._forbidden) if self.earns else None
+        if strategy is None:
             return super().in_force()
         tried, own = STRATEGIES[strategy].fidelity, self.requested
         forbid = tuple(dict.fromkeys((*tried.advanced.forbid, *self._forbidden)))
@@ -85,13 +88,20 @@ class WindowAudit(Auditing):
     def adopt(self, branch: Self) -> None:
         super().adopt(branch)
         self._recent = branch._recent.copy()
-        branch._adopter = self  # what audits of its answers are still to find
+        branch._tell_owner = self._fall_back  # what audits of its answers are still to find
 
     def _fall_back(self, placements: set[str]) -> None:
         with self._lock:
-            self._exact |= placements
-        if self._adopter is not None:
-            self._adopter._fall_back(placements)
+            fallen = placements - self._exact
+            self._exact |= fallen
+        if fallen:  # two windows that adopted one another tell each other
+            self._tell_owner(fallen)
+
+    def answer_for(self, owner: Self, names: Mapping[str, str]) -> None:
+        self._tell_owner = lambda fallen: owner._fall_back({names.get(p, p) for p in fallen})
+        with self._lock:
+            self._exact |= {own for own, name in names.items() if name in owner.exact}
+        self._on_finding = lambda fallen, *found: owner._on_finding([names.get(p, p) for p in fallen], *found)
 
     def forget(self) -> None:
         """Drop recent questions, which may be about forgotten content."""
@@ -102,10 +112,9 @@ class WindowAudit(Auditing):
     ) -> None:
         """Submit an answer to the auditor if it is due; ``ended``: the model ended it by itself."""
         strategy, fidelity = served.strategy, served.fidelity
-        options = self._auditor.options if self.earns or fidelity.audit else None
         query, greedy = served.query, served.temperature == 0
         self.due = None
-        if not audited or options is None or not query or not layout.choices:
+        if not audited or not (self.earns or fidelity.audit) or not query or not layout.choices:
             return
         exact = all(choice.conditioning.exact for choice in layout.choices)
         if strategy is not None:
@@ -128,17 +137,11 @@ class WindowAudit(Auditing):
         computed = [choice for choice in layout.choices if choice.compute] if trying else []
 
         def done(finding: Finding) -> None:
-            fill_audit(answer, finding.strict.kl)
-            above_budget = finding.strict.kl > fidelity.kl_budget if fidelity.kl_budget is not None else False
-            fallbacks: tuple[str, ...] = ()
-            if above_budget or (strategy is not None and finding.harm.share >= 1):
-                fallbacks = finding.concerned
-                self._fall_back(set(fallbacks))
-            if fallbacks:
-                log.warning(
-                    "window %s: an answer was %s; chunks %s are served exactly from now on",
-                    served.window, finding, ", ".join(fallbacks),
-                )  # fmt: skip
+            amend(answer, audit=finding.strict.kl)
+            above_budget = fidelity.kl_budget is not None and finding.strict.kl > fidelity.kl_budget
+            harmful = above_budget or (strategy is not None and finding.harm.share >= 1)
+            fallbacks = finding.concerned if harmful else ()
+            self._fall_back(set(fallbacks))
             self._on_finding(fallbacks, query, finding.divergences(), str(finding))
 
         self._auditor.offer(

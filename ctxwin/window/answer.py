@@ -104,7 +104,7 @@ class Answer:
         others: the further answers, where more than one was asked for.
         first_token_logprobs: log-probability by token id, as many as asked for.
         audit: mean KL(re-prefill || served) a token, by the stricter reference, where this ask was audited; None until that is
-            done, which is after the answer, in the background (`ctxwin.audit.Auditor.drain` waits for it).
+            done in the background, behind the answer (`ctxwin.audit.Auditor.drain` waits for it); with look-ups of its last part.
         remembered: placement id of the remembered exchange, else None.
     """
 
@@ -121,9 +121,11 @@ class Answer:
     others: tuple[Answer, ...] = ()
 
 
-def fill_audit(answer: Answer, kl: float) -> None:
-    """Add what an audit found to an answer that its caller has already."""
-    object.__setattr__(answer, "audit", kl)
+def amend(answer: Answer, **fields: Any) -> Answer:
+    """Set fields of an answer and return it; what an audit finds would not reach a copy."""
+    for name, value in fields.items():
+        object.__setattr__(answer, name, value)
+    return answer
 
 
 @dataclass(frozen=True)

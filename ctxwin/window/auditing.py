@@ -10,6 +10,8 @@ from ctxwin.fidelity import KV_ONLY, Fidelity, Lane
 from ctxwin.profiles import resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ctxwin.engines.base import Engine
     from ctxwin.window.answer import Answer
     from ctxwin.window.layout import Layout
@@ -93,6 +95,9 @@ class Auditing:
         """Add the fallbacks of a branch whose state is adopted."""
         self._exact |= branch.exact
 
+    def answer_for(self, owner: Self, names: Mapping[str, str]) -> None:
+        """Count findings and fallbacks here for ``owner``, and its fallbacks here; ``names``: its placement ids by these."""
+
     def forget(self) -> None:
         """Drop what may be about forgotten content."""
 
@@ -104,13 +109,10 @@ class Auditing:
 
 def open_audits(engine: Engine, requested: Fidelity, on_finding: OnFinding) -> Auditing:
     """Return the audits of a window. Raises ValueError if audits are requested of an engine that has none."""
-    if engine.auditing is not None:
-        audits: Auditing = engine.auditing(engine, requested, on_finding)
-        return audits
-    plain = Auditing(engine, requested, on_finding)
-    if plain.fidelity.audit:
+    audits: Auditing = (engine.auditing or Auditing)(engine, requested, on_finding)
+    if engine.auditing is None and audits.fidelity.audit:
         raise ValueError(
-            f"audit must be 0 on an engine without audits, got {plain.fidelity.audit}; open it with open_engine, or pass "
+            f"audit must be 0 on an engine without audits, got {audits.fidelity.audit}; open it with open_engine, or pass "
             "it to ctxwin.audit.attach_audits first"
         )
-    return plain
+    return audits

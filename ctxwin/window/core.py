@@ -453,6 +453,8 @@ def _emit_audit(
     """Report the finding of an audit to the window of the answer, unless it is gone."""
     core = window()
     if core is not None:
+        if fallen:
+            _log.warning("window %s: an answer was %s; exact from now on: %s", core.id, note, ", ".join(fallen))
         core.emit(core.event("audit", fallen, query=query, audit=audit, note=note))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ctxwin.chunk import Chunk
 from ctxwin.errors import UnsupportedModel
-from ctxwin.window.answer import Answer, BrokenCall, LookUp, ToolCall, Usage
+from ctxwin.window.answer import Answer, BrokenCall, LookUp, ToolCall, Usage, amend
 from ctxwin.window.ask import exchange
 from ctxwin.window.toolcalls import Reader, Syntax, is_plain_text, template_of
 
@@ -85,6 +85,7 @@ class LookUps:
                 turn = template_of(branch.core.engine).tool_turn()
                 if talk is branch:  # which must not grow
                     talk = stack.enter_context(closing(branch.fork()))
+                    talk.core.audits.answer_for(branch.core.audits, {})
                     branch.core.take_back(remembered)
                 if not self._remaining_tokens(parts):
                     break
@@ -96,6 +97,7 @@ class LookUps:
                     done.append(self._place_matches(talk, call, reserve))
                 parts.append(self._part(talk, parts, on_token, stopped))
             chunks = [entry.chunk for entry in talk.core.state.placed[count:]]
+            branch.core.audits.due = talk.core.audits.due
         chunks = chunks[:-1] if parts[-1].remembered else chunks
         return self._join(parts, done), [*chunks, exchange(branch.core.engine, query, parts[-1].token_ids)[0]]
 
@@ -165,7 +167,7 @@ class LookUps:
     def _join(self, parts: Sequence[Answer], done: Sequence[LookUp]) -> Answer:
         """Return the parts as one answer; look-ups are listed beside its text and are no part of it."""
         last = Reader(self._syntax).read(parts[-1].text, last=True)
-        return replace(
+        return amend(
             parts[-1], text="".join(map(self._text, parts)),
             token_ids=tuple(token for part in parts for token in part.token_ids),
             usage=total_usage([part.usage for part in parts]), first_token_logprobs=parts[0].first_token_logprobs,

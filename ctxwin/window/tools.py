@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import UnsupportedModel
 from ctxwin.window import edits, lookups
-from ctxwin.window.answer import Answer
+from ctxwin.window.answer import Answer, amend
 from ctxwin.window.lookups import LookUps
 from ctxwin.window.sync import sync
 from ctxwin.window.toolcalls import is_plain_text, learn, template_of
@@ -40,14 +39,16 @@ class ToolBranch:
         tools = (*question.tools, *([lookups.tool(question.libraries)] if question.libraries else []))
         session = LookUps(question, learn(window.core.engine), dict(window.core.state.libraries))
         with window.core.writing(edit=bool(question.remember), stopped=stopped) as state:
-            answer, chunks = session.answer(self._synced_branch(window, tools), on_token, stopped)
+            branch = self._synced_branch(window, tools)
+            answer, chunks = session.answer(branch, on_token, stopped)
+            window.core.audits.due = branch.core.audits.due
             if question.remember is True or (question.remember and question.remember(answer.text)):
                 count = len(state.placed)
                 for chunk in chunks:
                     state = edits.append(state, window.core.place(state, chunk))
                 ids = [entry.id for entry in state.placed[count:]]
                 window.core.commit(state.replace(libraries=session.versions), "append", ids)
-                answer = replace(answer, remembered=ids[-1])
+                amend(answer, remembered=ids[-1])
         return answer
 
     def close(self) -> None:
@@ -71,8 +72,11 @@ class ToolBranch:
                     state = edits.update_entry(state, entry.id, pending={})
                 self._branch.core.commit(state)
         sync(self._branch.core, [entry.chunk for entry in window.core.state.placed])
+        names = {}
         for own_entry, entry in zip(self._branch.core.state.placed, window.core.state.placed, strict=True):
             self._branch.toggle(own_entry.id, conditioned=entry.conditioned)
+            names[own_entry.id] = entry.id
+        self._branch.core.audits.answer_for(window.core.audits, names)
         return self._branch
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, Self, Unpack
@@ -23,7 +22,7 @@ from ctxwin.store import parse_bytes
 from ctxwin.validation import as_list, check_flags, check_integer
 from ctxwin.window import edits
 from ctxwin.window import placement as placing
-from ctxwin.window.answer import Answer, Disposability
+from ctxwin.window.answer import Answer, Disposability, amend
 from ctxwin.window.ask import AskOptions, OnToken, Question, ask, disposable, exchange, not_stopped, split_choices
 from ctxwin.window.core import WindowCore, new_id, restore_core
 from ctxwin.window.defaults import ById, LeastRecentlyRead, check_searchable
@@ -466,7 +465,7 @@ class Window(WindowReader):
             # The first is asked last, so that the others do not see what it remembers.
             first, *others = split_choices(question)
             other_answers = tuple(self.answer(other, stopped=stopped) for other in others)
-            return replace(self.answer(first, on_token=on_token, stopped=stopped), others=other_answers)
+            return amend(self.answer(first, on_token=on_token, stopped=stopped), others=other_answers)
         if question.tools or question.libraries:
             return self._tool_branch.ask(self, question, on_token, stopped)
         return ask(self.core, question, on_token=on_token, stopped=stopped)

@@ -17,6 +17,7 @@ from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.audit import Options, attach_audits, auditor_of, records
 from ctxwin.audit import auditor as auditing
 from ctxwin.audit.evidence import BEHIND
+from ctxwin.audit.record import Evidence
 from ctxwin.audit.replay import Divergence, Replay, diverge, judge
 from ctxwin.audit.sampling import Sampler
 from ctxwin.engines.base import Engine
@@ -30,6 +31,7 @@ from ctxwin.window.events import Event
 from ctxwin.window.layout import Work
 from engines.models import write_text_model
 from engines.oracle import teacher_forced
+from engines.tool_models import write_tool_model
 from window.fake import FakeEngine
 
 SYSTEM = "You watch a camera."
@@ -142,8 +144,53 @@ def test_above_the_budget_the_chunks_concerned_fall_back_and_the_window_says_so(
     auditor_of(engine).drain(LONG)
     for current in (adopted, adopted.at(adopted.version), Window.restore(engine, adopted.snapshot())):
         assert [e.fallen for e in current.chunks][1:] == [True] * 4
+    branch = window.fork()
+    window.adopt(branch)
+    branch.adopt(window, force=True)
+    branch.append(Chunk.text("red"))
+    assert not branch.plan().exact
+    window.core.audits._fall_back({branch.ids[-1]})  # what is found on the one's answers counts for the other
+    assert branch.plan().exact
     window.append(Chunk.image(render(frames[0])))
     assert not window.plan().entries[-1].exact  # what was not concerned is served as asked for
+
+
+def test_what_is_found_on_answers_with_tools_counts_for_the_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Chunks that fell back stay exact behind other tools, also those that the branch of the tools placed by itself."""
+    monkeypatch.setenv("CTXWIN_PROFILES", str(tmp_path / "profiles"))
+    tools = [{"name": name, "description": "d", "parameters": {"type": "object", "properties": {}}} for name in "fg"]
+    with open_engine(f"hf:{write_tool_model(tmp_path / 'model')}", dtype="float32") as engine:
+        window = Window(engine, "red", fidelity=Fidelity("blind", audit=1.0, kl_budget=1e-9))
+        told: list[Event] = []
+        window.observe(told.append)
+        window.extend(
+            [Chunk.text(f"frame {i} shows a red circle and a blue square, number {i * 7} ") for i in range(3)]
+        )
+        for count in (3, 4):
+            answer = window.ask("what color", 4, tools=tools[:1])
+            assert window.core.audits.due is answer
+            assert auditor_of(engine).drain(LONG)
+            assert answer.audit is not None
+            assert not answer.usage.exact
+            assert [e.fallen for e in window.plan().entries] == [False, *[True] * (count - 1)]
+            window.append(Chunk.text(f"frame {count} shows a green circle "))
+        window.evict(window.ids[-1])
+        assert [e.ids for e in told if e.op == "audit"] == [window.ids[1:3], window.ids[3:]]
+        assert f"window {window.id}: an answer was" in caplog.text
+        for given in (tools[1:], tools[:1], []):
+            assert window.ask("what color", 4, tools=given).usage.exact
+
+
+def test_the_first_of_several_answers_is_audited_too(engine: HFEngine) -> None:
+    frames = stream(3)
+    window = filled(engine, Fidelity("blind", audit=1.0), frames)
+    answer = window.ask(question(frames), 2, n=2, temperature=1.0, seed=1)
+    assert window.core.audits.due is answer
+    assert auditor_of(engine).drain(LONG)
+    assert answer.audit is not None
+    assert answer.others[0].audit is not None
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -366,6 +413,36 @@ def test_a_clock_that_goes_on_is_a_trial_of_edits(
             assert branch.core.audits.in_force()[0] == ("edited" if what == "promoted" else None)
             served = branch.fork(system_prompt="the number is 72 now")
             assert {entry.lane for entry in served.chunks} == ({"edited"} if what == "promoted" else {"computed"})
+
+
+@pytest.mark.parametrize(
+    ("fidelity", "strategy", "lane"),
+    [
+        (Fidelity(), "blind", "canonical"),
+        (Fidelity(advanced={"forbid": ("canonical",)}), "survivor", "survivor"),
+        (Fidelity(survivors="refresh"), "blind", "canonical"),
+        (Fidelity(survivors="removal", advanced={"forbid": ("canonical",)}), "patched", "formed"),
+        (Fidelity(survivors="refresh", advanced={"forbid": ("canonical", "patched")}), None, "computed"),
+    ],
+)
+def test_a_promoted_strategy_serves_no_lane_that_a_window_rules_out(
+    engine: HFEngine, fidelity: Fidelity, strategy: str | None, lane: str
+) -> None:
+    """The cheapest of the others serves, so that a window is neither left exact nor remembers what left."""
+    ledger = auditor_of(engine).ledger(engine)
+    computed = {"blind": 10, "survivor": 50, "patched": 70}
+    ways = {name: Evidence(promoted=True, computed=count, exact_computed=100) for name, count in computed.items()}
+    ledger._record = ledger.record.model_copy(update={"ways": ways})
+    frames = stream(5)
+    with Window(engine, SYSTEM, fidelity=fidelity) as window:
+        for frame in frames:
+            window.append(Chunk.image(render(frame)))
+            window.ask(question(frames), 2)
+        window.slide(1)
+        assert window.core.audits.in_force()[0] == strategy
+        assert {entry.lane for entry in window.plan().entries[1:]} == {lane}
+        with window.fork() as branch:
+            assert branch.core.audits.in_force() == window.core.audits.in_force()
 
 
 def test_trials_compute_a_share_of_what_reuse_would_have_saved(
