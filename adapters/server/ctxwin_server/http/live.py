@@ -71,7 +71,7 @@ class LiveSession:
                 )
             self._service.memory.check()
             body_bytes.take(self._tenant, len(raw))
-            if (quota := self._service.quotas.get(self._tenant, (None, None))[1]) is not None:
+            if (quota := self._service.quotas.get(self._tenant, (None, None))[0]) is not None:
                 quota.charge(len(raw))
         except CtxwinError as error:
             await self._fail(error, reply_fields)

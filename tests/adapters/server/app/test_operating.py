@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from adapters.server.app.test_authentication import status
 from adapters.server.calls import call
-from adapters.server.serving import serving
+from adapters.server.serving import Server, serving
 from ctxwin import Chunk, tracing
 from ctxwin.cli.main import app
 from ctxwin.doctor.server import examine
@@ -129,6 +129,25 @@ def test_bytes_are_charged_as_they_arrive() -> None:
         assert call(server, "/v1/windows", body, authorization="Bearer a")[0] == 200
         code, said = call(server, "/v1/windows", {}, authorization="Bearer a")
         assert code == 429 and "1000 bytes a minute" in said["error"]["message"]
+
+
+def stand_still(server: Server) -> list[Any]:
+    """Return acme's rates, of bytes and of requests, which regain nothing however slow the test is."""
+    rates: list[Any] = list(server.service.quotas["acme"])
+    for rate in rates:
+        rate._at, rate._clock = 0.0, lambda: 0.0
+    return rates
+
+
+def test_a_request_refused_for_bytes_uses_up_none_of_the_requests() -> None:
+    tenant = Tenant(name="acme", keys=["a"], requests_per_minute=4, bytes_per_minute=1000)
+    with serving(tenants=[tenant]) as server:
+        _, requests = stand_still(server)
+        assert call(server, "/v1/windows", {"system_prompt": "x" * 1100}, authorization="Bearer a")[0] == 200
+        for _ in range(4):
+            code, said = call(server, "/v1/windows", {}, authorization="Bearer a")
+            assert code == 429 and "1000 bytes a minute" in said["error"]["message"]
+        requests.take(3)  # what the one that was taken has left
 
 
 def test_the_audit_log_says_who_did_what_and_nothing_of_what_it_was(tmp_path: Path) -> None:
