@@ -17,6 +17,7 @@ from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
@@ -29,8 +30,9 @@ from adapters.server.serving import Server, serving
 from ctxwin import Chunk, tracing
 from ctxwin.cli.main import app
 from ctxwin.doctor.server import examine
+from ctxwin.media import png
 from ctxwin.store import open_store
-from ctxwin_client import RemoteWindow, upload
+from ctxwin_client import LiveStream, RemoteWindow, upload
 from ctxwin_client.errors import TooManyRequests
 from ctxwin_server.app.accounts import Rate, RunningRequests
 from ctxwin_server.app.audit_log import AuditLog
@@ -148,6 +150,27 @@ def test_a_request_refused_for_bytes_uses_up_none_of_the_requests() -> None:
             code, said = call(server, "/v1/windows", {}, authorization="Bearer a")
             assert code == 429 and "1000 bytes a minute" in said["error"]["message"]
         requests.take(3)  # what the one that was taken has left
+
+
+def test_quotas_hold_for_the_messages_of_a_socket() -> None:
+    tenant = Tenant(name="acme", keys=["a"], requests_per_minute=4, bytes_per_minute=2000)
+    picture = png(np.zeros((84, 84, 3), np.uint8))
+    with serving(tenants=[tenant]) as server, RemoteWindow(server.client("a")) as window:
+        size, _ = stand_still(server)
+        with LiveStream(server.client("a"), window.id) as live:
+            assert live.ask("who?", 2).text and live.ask("who?", 2).text  # besides the window and the handshake
+            with pytest.raises(TooManyRequests, match="4 requests a minute"):
+                live.ask("who?", 2)
+            for _ in range(4):
+                live.push(picture + bytes(3000))
+            live.settle()
+            assert len(live.state.placed) == 1
+            assert {type(error) for _, error in live.state.failures} == {TooManyRequests}
+            with pytest.raises(TooManyRequests, match="2000 bytes a minute"):
+                live.ask("who?", 2)
+        assert -4000 < size._left < 0  # the debt of one message
+        assert not server.service.body_bytes._held.total()
+        server.service.quotas.clear()  # the window's end is a request, too
 
 
 def test_the_audit_log_says_who_did_what_and_nothing_of_what_it_was(tmp_path: Path) -> None:
