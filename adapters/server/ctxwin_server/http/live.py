@@ -20,7 +20,7 @@ from ctxwin_server.app.accounts import BodyReader, parse_json
 from ctxwin_server.app.error_shape import kind_of, to_body
 from ctxwin_server.app.service import Service, TenantState
 from ctxwin_server.process.fair import BackgroundWork
-from ctxwin_server.registry.streams import LiveAsk, LiveOptions, LiveStream, Push, Recall, Stop, read_message
+from ctxwin_server.registry.streams import Frame, LiveAsk, LiveOptions, LiveStream, Push, Recall, Stop, read_message
 
 Work = Callable[[], Awaitable[dict[str, Any]]]
 _MOST_ANSWERS = 16
@@ -38,6 +38,8 @@ class LiveSession:
         self._socket, self._live, self._options = socket, live, options
         self._service, self._tenant, self._max_text = service, tenant_state.tenant, tenant_state.max_text
         self._size_quota, self._requests_quota = service.quotas.get(self._tenant, (None, None))
+        client = socket.client.host if socket.client else ""
+        self._record = partial(service.audit.record, self._tenant, client, "store", object="ctxwin.window")
         self._tasks: set[asyncio.Task[None]] = set()
         self._answers: dict[str, BackgroundWork[dict[str, Any]] | None] = {}  # None: waits for frames
         self._sending = asyncio.Lock()
@@ -68,6 +70,7 @@ class LiveSession:
         reply_fields: dict[str, Any] = {"number": self._frames} if numbered else {}
         work: Work | None = None
         earlier: list[asyncio.Future[Any]] = []
+        record = partial(self._record, id=live.window_id, bytes=len(raw))
         try:
             service.memory.check()
             if quota is not None:
@@ -77,7 +80,7 @@ class LiveSession:
             message, files = await service.brief_pool.run(self._tenant, read)
             if isinstance(message, Push):
                 self._frames += not numbered
-                done = live.push(message, files, self._options)
+                done = live.push(Frame(message, files, self._options, record))
                 done.add_done_callback(lambda _: body.give_back())
                 reply_fields, work = {"number": self._frames}, lambda: done
             else:
@@ -92,7 +95,7 @@ class LiveSession:
                         raise TooManyRequests(f"a socket may await {_MOST_ANSWERS} answers, each under its own id")
                     self._answers[message.id] = None
                     earlier = [] if message.now else earlier
-                    work = partial(self._answer, message)
+                    work = partial(self._answer, message, record)
                 elif running := self._answers.get(message.id):
                     running.close()
                 else:
@@ -114,11 +117,12 @@ class LiveSession:
         except Exception as error:
             await self._fail(error, reply_fields)
 
-    async def _answer(self, question: LiveAsk) -> dict[str, Any]:
+    async def _answer(self, question: LiveAsk, record: Callable[..., None]) -> dict[str, Any]:
         try:
             if question.id not in self._answers:
                 raise EngineFailed("the answer was stopped before it began")
-            work = self._answers[question.id] = self._service.begin(self._tenant, partial(self._live.answer, question))
+            answer = partial(self._live.answer, question, record)
+            work = self._answers[question.id] = self._service.begin(self._tenant, answer)
             try:
                 async for text in work:
                     await self._send({"type": "text", "id": question.id, **json.loads(text)})

@@ -184,13 +184,29 @@ def test_the_audit_log_says_who_did_what_and_nothing_of_what_it_was(tmp_path: Pa
             window.fork()
             window.evict(placed, forget=True)
             window.snapshot()
+            told_before = len(log.read_text().splitlines())
+            window.ask("who?", max_tokens=2)  # and an answer that is not remembered leaves nothing
+            window.ask("who?", max_tokens=2, remember=True)
+            frame = {"type": "push", "chunk": {"type": "text", "text": "heron"}}
+            client.post(f"/windows/{window.id}/live", body=frame, cast_to=object)
+            with LiveStream(client, window.id) as live:
+                live.tell("heron")
+                live.push(b"no picture")
+                live.ask("who?", 2)
+                live.ask("who?", 2, remember=True)
         client.delete(f"/chunks/{name}", cast_to=object)
     told = [json.loads(line) for line in log.read_text().splitlines()]
+    content = told[told_before : told_before + 4]
+    del told[told_before : told_before + 4]
+    assert [(line["action"], line["operation"]) for line in content] == [
+        ("store", operation) for operation in ("ask", "push", "push", "ask")
+    ]
+    assert all(line["object"] == "ctxwin.window" and line["bytes"] and line["id"] == told[1]["id"] for line in content)
     assert [(line["action"], line["object"]) for line in told] == [
         ("store", "ctxwin.chunk"), ("store", "ctxwin.window"), ("store", "ctxwin.window"), ("share", "ctxwin.window"),
         ("delete", "ctxwin.window"), ("export", "ctxwin.window"), ("delete", "ctxwin.window"), ("delete", "ctxwin.chunk"),
     ]  # fmt: skip
-    assert {(line["tenant"], line["client"]) for line in told} == {("acme", "127.0.0.1")}
+    assert {(line["tenant"], line["client"]) for line in (*told, *content)} == {("acme", "127.0.0.1")}
     assert told[0]["id"] == told[-1]["id"] == name and "heron" not in log.read_text()
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
