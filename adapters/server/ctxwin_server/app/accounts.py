@@ -243,7 +243,7 @@ class Rate:
 
 
 class BodyReader:
-    """One request's body while it is received: within a limit, and counted among all bodies in memory.
+    """A request's body or a socket's message while it is received: within a limit, and counted among all bodies in memory.
 
     Args:
         limit: bytes of the body.
@@ -267,14 +267,17 @@ class BodyReader:
     async def receive(self) -> Message:
         """Return the next message; raise TooLarge or TooManyRequests."""
         message = await self._receive()
-        size = len(message.get("body", b""))
+        self.count(len(message.get("body", b"")))
+        return message
+
+    def count(self, size: int) -> None:
+        """Count bytes that have arrived; raise TooLarge or TooManyRequests."""
         if self._size + size > self._limit:
             self._refuse("more")
         self._held.take(self._tenant, size)
         self._size += size
         if self._quota is not None:
             self._quota.charge(size)
-        return message
 
     async def read(self) -> bytes:
         """Return the whole body, or what a client had sent when it disconnected."""

@@ -60,7 +60,8 @@ class Gateway:
                     stack.enter_context(service.requests.one(tenant or "", awaited=scope["type"] == "http"))
                     if scope.get("method") not in _FREE:
                         service.memory.check()
-                    for quota, amount in zip(service.quotas.get(tenant or "", ()), (1, 0), strict=False):
+                    # The bytes first, as a request that they refuse must not count among those that were taken.
+                    for quota, amount in zip(service.quotas.get(tenant or "", ()), (0, 1), strict=False):
                         if quota is not None and AHEAD not in scope:
                             quota.take(amount)
                     span = tracing.span("request", Headers(scope=scope), path=path[:200], tenant=tenant or "")

@@ -65,7 +65,7 @@ async def route(
         sub_request: sends a further request before this one.
     """
     tenant: str | None = scope[TENANT]
-    quota = service.quotas.get(tenant or "", (None, None))[1]
+    quota = service.quotas.get(tenant or "", (None, None))[0]
     body = BodyReader(service.limits.max_upload_bytes, service.body_bytes, tenant or "", receive, quota)
     stack.callback(body.give_back)
     headers = Headers(scope=scope)

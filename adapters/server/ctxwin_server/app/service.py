@@ -147,8 +147,8 @@ class Service:
         self.audit = AuditLog(audit_log)
         self.pending_requests = PendingRequests()
         self.memory = Memory(self.limits.max_memory)
-        rates = ((t, _rate(t.requests_per_minute, "requests"), _rate(t.bytes_per_minute, "bytes")) for t in tenants)
-        self.quotas = {tenant.name: (requests, size) for tenant, requests, size in rates}
+        rates = ((t, _rate(t.bytes_per_minute, "bytes"), _rate(t.requests_per_minute, "requests")) for t in tenants)
+        self.quotas = {tenant.name: (size, requests) for tenant, size, requests in rates}
         self._open_windows = OpenWindows(self.limits.max_windows_total)
         self.metrics = metrics or Metrics(by_tenant=bool(tenants))
         self.chat_prefill = ChatPrefill(self.busy, partial(self.metrics.count, self.metrics.prefills))

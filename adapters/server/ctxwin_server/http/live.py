@@ -14,14 +14,15 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ctxwin.errors import CtxwinError, EngineFailed
-from ctxwin_client.errors import TooLarge, TooManyRequests
-from ctxwin_server.app.accounts import parse_json
+from ctxwin.errors import EngineFailed
+from ctxwin_client.errors import TooManyRequests
+from ctxwin_server.app.accounts import BodyReader, parse_json
 from ctxwin_server.app.error_shape import kind_of, to_body
 from ctxwin_server.app.service import Service, TenantState
 from ctxwin_server.process.fair import BackgroundWork
-from ctxwin_server.registry.streams import LiveAsk, LiveOptions, LiveStream, Push, Recall, read_message
+from ctxwin_server.registry.streams import Frame, LiveAsk, LiveOptions, LiveStream, Push, Recall, Stop, read_message
 
+Work = Callable[[], Awaitable[dict[str, Any]]]
 _MOST_ANSWERS = 16
 """Most answers of one socket in progress."""
 _MOST_UNSENT = 128
@@ -36,6 +37,9 @@ class LiveSession:
     ) -> None:
         self._socket, self._live, self._options = socket, live, options
         self._service, self._tenant, self._max_text = service, tenant_state.tenant, tenant_state.max_text
+        self._size_quota, self._requests_quota = service.quotas.get(self._tenant, (None, None))
+        client = socket.client.host if socket.client else ""
+        self._record = partial(service.audit.record, self._tenant, client, "store", object="ctxwin.window")
         self._tasks: set[asyncio.Task[None]] = set()
         self._answers: dict[str, BackgroundWork[dict[str, Any]] | None] = {}  # None: waits for frames
         self._sending = asyncio.Lock()
@@ -59,42 +63,39 @@ class LiveSession:
 
     async def _take(self, raw: bytes, is_picture: bool) -> None:
         """Handle one message; frames are numbered in order of arrival, invalid ones included."""
-        live, limits, body_bytes = self._live, self._service.limits, self._service.body_bytes
+        live, service, limits, quota = self._live, self._service, self._service.limits, self._size_quota
+        body = BodyReader(limits.max_upload_bytes, service.body_bytes, self._tenant, self._socket.receive, quota)
         numbered = is_picture or b'"push"' in raw[:64]  # even if it turns out to be malformed
         self._frames += numbered
         reply_fields: dict[str, Any] = {"number": self._frames} if numbered else {}
-        give_back = partial(body_bytes.give_back, self._tenant, len(raw))
+        work: Work | None = None
+        earlier: list[asyncio.Future[Any]] = []
+        record = partial(self._record, id=live.window_id, bytes=len(raw))
         try:
-            if len(raw) > limits.max_upload_bytes:
-                raise TooLarge(
-                    f"a message must have at most {limits.max_upload_bytes} bytes (--max-upload-bytes), got {len(raw)}"
-                )
-            self._service.memory.check()
-            body_bytes.take(self._tenant, len(raw))
-            if (quota := self._service.quotas.get(self._tenant, (None, None))[1]) is not None:
-                quota.charge(len(raw))
-        except CtxwinError as error:
-            await self._fail(error, reply_fields)
-            return
-        work: Callable[[], Awaitable[dict[str, Any]]] | None = None
-        try:
+            service.memory.check()
+            if quota is not None:
+                quota.take(0)
+            body.count(len(raw))
             read = partial(read_message, partial(parse_json, limits), raw, is_picture, self._max_text)
-            message, files = await self._service.brief_pool.run(self._tenant, read)
+            message, files = await service.brief_pool.run(self._tenant, read)
             if isinstance(message, Push):
                 self._frames += not numbered
-                done = live.push(message, files, self._options)
-                done.add_done_callback(lambda _: give_back())
+                done = live.push(Frame(message, files, self._options, record))
+                done.add_done_callback(lambda _: body.give_back())
                 reply_fields, work = {"number": self._frames}, lambda: done
             else:
                 reply_fields, earlier = {"id": message.id}, live.pending()
+                if self._requests_quota is not None and not isinstance(message, Stop):
+                    self._requests_quota.take(1)
                 if isinstance(message, Recall):
-                    work = partial(self._run_after, earlier, partial(live.recall, message, self._options))
+                    work = partial(service.pool.run, self._tenant, partial(live.recall, message, self._options))
                 elif isinstance(message, LiveAsk):
-                    await self._service.grammars.check(self._tenant, {"json_schema": message.json_schema})
+                    await service.grammars.check(self._tenant, {"json_schema": message.json_schema})
                     if message.id in self._answers or len(self._answers) >= _MOST_ANSWERS:
                         raise TooManyRequests(f"a socket may await {_MOST_ANSWERS} answers, each under its own id")
                     self._answers[message.id] = None
-                    work = partial(self._answer, [] if message.now else earlier, message)
+                    earlier = [] if message.now else earlier
+                    work = partial(self._answer, message, record)
                 elif running := self._answers.get(message.id):
                     running.close()
                 else:
@@ -102,32 +103,26 @@ class LiveSession:
         except Exception as error:
             await self._fail(error, reply_fields or _id_in(raw))  # who sent it waits for a reply to that id
         if not reply_fields.get("number") or work is None:
-            give_back()
+            body.give_back()
         if work is not None:
-            task = asyncio.create_task(self._reply(work, reply_fields))
+            task = asyncio.create_task(self._reply(work, earlier, reply_fields))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _reply(self, work: Callable[[], Awaitable[dict[str, Any]]], reply_fields: dict[str, Any]) -> None:
+    async def _reply(self, work: Work, earlier: list[asyncio.Future[Any]], reply_fields: dict[str, Any]) -> None:
         try:
+            if earlier:
+                await asyncio.wait(earlier)
             await self._send({**await work(), **reply_fields})
         except Exception as error:
             await self._fail(error, reply_fields)
 
-    async def _run_after(
-        self, earlier: list[asyncio.Future[Any]], work: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
-        if earlier:
-            await asyncio.wait(earlier)
-        return await self._service.pool.run(self._tenant, work)
-
-    async def _answer(self, earlier: list[asyncio.Future[Any]], question: LiveAsk) -> dict[str, Any]:
+    async def _answer(self, question: LiveAsk, record: Callable[..., None]) -> dict[str, Any]:
         try:
-            if earlier:
-                await asyncio.wait(earlier)
             if question.id not in self._answers:
                 raise EngineFailed("the answer was stopped before it began")
-            work = self._answers[question.id] = self._service.begin(self._tenant, partial(self._live.answer, question))
+            answer = partial(self._live.answer, question, record)
+            work = self._answers[question.id] = self._service.begin(self._tenant, answer)
             try:
                 async for text in work:
                     await self._send({"type": "text", "id": question.id, **json.loads(text)})

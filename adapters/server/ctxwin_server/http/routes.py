@@ -36,7 +36,7 @@ from ctxwin_server.protocol.multipart import read_form
 from ctxwin_server.protocol.schemas import CHUNK, FormChunk
 from ctxwin_server.registry.operations import OPERATIONS, AuditedAsk, OpenWindow, Operation
 from ctxwin_server.registry.snapshots import read_snapshot
-from ctxwin_server.registry.streams import MESSAGE, LiveOptions, Push, Recall, read_message, stream_answer
+from ctxwin_server.registry.streams import MESSAGE, Frame, LiveOptions, Push, Recall, read_message, stream_answer
 
 _POLL_S = 0.02
 router = APIRouter(route_class=Route, tags=["ctxwin"])
@@ -157,6 +157,8 @@ async def ask(window_id: str, context: CurrentRequest) -> Response:
                     answer = stream_answer(window, question, put, stopped=stopped)
                 else:
                     answer = window.answer(question, stopped=stopped)
+            if answer.remembered is not None:
+                context.record("store", object="ctxwin.window", id=window_id, operation="ask", bytes=len(raw))
             if window.core.audits.due is answer:
                 audited_answers.append(answer)
             return encode_json(serialization.answer_to(answer, keep))
@@ -191,11 +193,12 @@ async def push(window_id: str, context: CurrentRequest) -> Response:
     options = validate(LiveOptions.model_validate, dict(context.request.query_params))
     picture = context.request.headers.get("content-type", "").startswith(("image/", "application/octet-stream"))
     parse = partial(parse_json, context.service.limits)
-    read = (parse, await context.request.body(), picture, context.tenant_state.max_text)
-    message, files = await context.run_briefly(read_message, *read)
+    raw = await context.request.body()
+    message, files = await context.run_briefly(read_message, parse, raw, picture, context.tenant_state.max_text)
+    record = partial(context.record, "store", object="ctxwin.window", id=window_id, bytes=len(raw))
     with context.tenant_state.streams.open(window_id) as stream:
         if isinstance(message, Push):
-            return JSONResponse(await stream.push(message, files, options))
+            return JSONResponse(await stream.push(Frame(message, files, options, record)))
         if isinstance(message, Recall):
             return await context.respond(lambda: stream.recall(message, options))
     raise ValueError("a message by HTTP must be a push or a recall; ask with /ask")

@@ -93,12 +93,13 @@ MESSAGE: TypeAdapter[Any] = TypeAdapter(Annotated[Push | Recall | LiveAsk | Stop
 
 @dataclass(eq=False)
 class Frame:
-    """A pushed chunk; ``done`` gets the reply to its sender."""
+    """A pushed chunk; ``record`` writes to the audit log once it is placed, ``done`` gets the reply to its sender."""
 
     push: Push
     files: Mapping[str, bytes]
     options: LiveOptions
-    done: asyncio.Future[dict[str, Any]]
+    record: Callable[..., None]
+    done: asyncio.Future[dict[str, Any]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def pinned(self) -> bool:
@@ -124,12 +125,11 @@ class LiveStream:
     _placing: Frame | None = None
     _task: asyncio.Task[None] | None = None
 
-    def push(self, push: Push, files: Mapping[str, bytes], options: LiveOptions) -> asyncio.Future[dict[str, Any]]:
+    def push(self, frame: Frame) -> asyncio.Future[dict[str, Any]]:
         """Queue a frame; if too many wait, drop the oldest that is not pinned."""
-        frame = Frame(push, files, options, asyncio.get_running_loop().create_future())
         frame.done.add_done_callback(lambda done: done.exception())  # its sender may have left
         self.waiting.append(frame)
-        while len(self.waiting) > options.waiting:
+        while len(self.waiting) > frame.options.waiting:
             oldest = next((f for f in self.waiting if not f.pinned), frame)
             self.waiting.remove(oldest)
             self.dropped += 1
@@ -186,6 +186,7 @@ class LiveStream:
                     if placement in window.ids:
                         window.evict(placement)
                     raise
+                frame.record(operation="push")
                 window.maintenance.forget_beyond(options.history)
                 computed = window.maintenance.prefill()
         return {
@@ -225,7 +226,7 @@ class LiveStream:
                 "evicted": [p for p in previous_ids if p not in window.ids], "computed": computed, "tokens": window.tokens,
             }  # fmt: skip
 
-    def answer(self, request: LiveAsk, put: Put, stopped: Stopped) -> dict[str, Any]:
+    def answer(self, request: LiveAsk, record: Callable[..., None], put: Put, stopped: Stopped) -> dict[str, Any]:
         """Answer a question on a fork of the window, or on the window itself if the answer is to be remembered."""
         context, running = self.streams.context(), self.streams.running
         keep = partial(context.outputs.put, folder=f"/windows/{self.window_id}/outputs")
@@ -237,6 +238,7 @@ class LiveStream:
                 context.check_room(window, request.most_placed)
                 with running(name):
                     answer = stream_answer(window, question, put, stopped)
+                record(operation="ask")
                 return {"type": "answer", "answer": serialization.answer_to(answer, keep)}
             branch = window.fork()
         with closing(branch), running(name):

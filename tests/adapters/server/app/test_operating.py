@@ -17,6 +17,7 @@ from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
@@ -25,12 +26,13 @@ from typer.testing import CliRunner
 
 from adapters.server.app.test_authentication import status
 from adapters.server.calls import call
-from adapters.server.serving import serving
+from adapters.server.serving import Server, serving
 from ctxwin import Chunk, tracing
 from ctxwin.cli.main import app
 from ctxwin.doctor.server import examine
+from ctxwin.media import png
 from ctxwin.store import open_store
-from ctxwin_client import RemoteWindow, upload
+from ctxwin_client import LiveStream, RemoteWindow, upload
 from ctxwin_client.errors import TooManyRequests
 from ctxwin_server.app.accounts import Rate, RunningRequests
 from ctxwin_server.app.audit_log import AuditLog
@@ -131,6 +133,46 @@ def test_bytes_are_charged_as_they_arrive() -> None:
         assert code == 429 and "1000 bytes a minute" in said["error"]["message"]
 
 
+def stand_still(server: Server) -> list[Any]:
+    """Return acme's rates, of bytes and of requests, which regain nothing however slow the test is."""
+    rates: list[Any] = list(server.service.quotas["acme"])
+    for rate in rates:
+        rate._at, rate._clock = 0.0, lambda: 0.0
+    return rates
+
+
+def test_a_request_refused_for_bytes_uses_up_none_of_the_requests() -> None:
+    tenant = Tenant(name="acme", keys=["a"], requests_per_minute=4, bytes_per_minute=1000)
+    with serving(tenants=[tenant]) as server:
+        _, requests = stand_still(server)
+        assert call(server, "/v1/windows", {"system_prompt": "x" * 1100}, authorization="Bearer a")[0] == 200
+        for _ in range(4):
+            code, said = call(server, "/v1/windows", {}, authorization="Bearer a")
+            assert code == 429 and "1000 bytes a minute" in said["error"]["message"]
+        requests.take(3)  # what the one that was taken has left
+
+
+def test_quotas_hold_for_the_messages_of_a_socket() -> None:
+    tenant = Tenant(name="acme", keys=["a"], requests_per_minute=4, bytes_per_minute=2000)
+    picture = png(np.zeros((84, 84, 3), np.uint8))
+    with serving(tenants=[tenant]) as server, RemoteWindow(server.client("a")) as window:
+        size, _ = stand_still(server)
+        with LiveStream(server.client("a"), window.id) as live:
+            assert live.ask("who?", 2).text and live.ask("who?", 2).text  # besides the window and the handshake
+            with pytest.raises(TooManyRequests, match="4 requests a minute"):
+                live.ask("who?", 2)
+            for _ in range(4):
+                live.push(picture + bytes(3000))
+            live.settle()
+            assert len(live.state.placed) == 1
+            assert {type(error) for _, error in live.state.failures} == {TooManyRequests}
+            with pytest.raises(TooManyRequests, match="2000 bytes a minute"):
+                live.ask("who?", 2)
+        assert -4000 < size._left < 0  # the debt of one message
+        assert not server.service.body_bytes._held.total()
+        server.service.quotas.clear()  # the window's end is a request, too
+
+
 def test_the_audit_log_says_who_did_what_and_nothing_of_what_it_was(tmp_path: Path) -> None:
     log = tmp_path / "audit.jsonl"
     with serving(tenants=[Tenant(name="acme", keys=["a"])], audit_log=str(log)) as server:
@@ -142,13 +184,29 @@ def test_the_audit_log_says_who_did_what_and_nothing_of_what_it_was(tmp_path: Pa
             window.fork()
             window.evict(placed, forget=True)
             window.snapshot()
+            told_before = len(log.read_text().splitlines())
+            window.ask("who?", max_tokens=2)  # and an answer that is not remembered leaves nothing
+            window.ask("who?", max_tokens=2, remember=True)
+            frame = {"type": "push", "chunk": {"type": "text", "text": "heron"}}
+            client.post(f"/windows/{window.id}/live", body=frame, cast_to=object)
+            with LiveStream(client, window.id) as live:
+                live.tell("heron")
+                live.push(b"no picture")
+                live.ask("who?", 2)
+                live.ask("who?", 2, remember=True)
         client.delete(f"/chunks/{name}", cast_to=object)
     told = [json.loads(line) for line in log.read_text().splitlines()]
+    content = told[told_before : told_before + 4]
+    del told[told_before : told_before + 4]
+    assert [(line["action"], line["operation"]) for line in content] == [
+        ("store", operation) for operation in ("ask", "push", "push", "ask")
+    ]
+    assert all(line["object"] == "ctxwin.window" and line["bytes"] and line["id"] == told[1]["id"] for line in content)
     assert [(line["action"], line["object"]) for line in told] == [
         ("store", "ctxwin.chunk"), ("store", "ctxwin.window"), ("store", "ctxwin.window"), ("share", "ctxwin.window"),
         ("delete", "ctxwin.window"), ("export", "ctxwin.window"), ("delete", "ctxwin.window"), ("delete", "ctxwin.chunk"),
     ]  # fmt: skip
-    assert {(line["tenant"], line["client"]) for line in told} == {("acme", "127.0.0.1")}
+    assert {(line["tenant"], line["client"]) for line in (*told, *content)} == {("acme", "127.0.0.1")}
     assert told[0]["id"] == told[-1]["id"] == name and "heron" not in log.read_text()
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
