@@ -143,7 +143,6 @@ class ChatCtxwin(Answering):
     allowed_local_media_path: Path | None = None
     max_windows: int = Field(default=8, ge=1)
     observers: tuple[Observer, ...] = Field(default=(), exclude=True, repr=False)
-
     opened: Opened = Field(default_factory=Opened, exclude=True, repr=False)
 
     @model_validator(mode="before")
@@ -198,8 +197,7 @@ class ChatCtxwin(Answering):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         names = ("model", "budget", "max_tokens", "temperature", "top_p", "seed", "stop")
-        fidelity = self.fidelity and self.fidelity.model_dump_json()
-        return {name: getattr(self, name) for name in names} | {"fidelity": fidelity}
+        return {n: getattr(self, n) for n in names} | {"fidelity": self.fidelity and self.fidelity.model_dump_json()}
 
     def bind_tools(
         self,
@@ -211,8 +209,8 @@ class ChatCtxwin(Answering):
         """Return this model with ``tools``, rendered by its own chat template.
 
         Args:
-            tool_choice: a tool's name shows only that one, ``none`` shows none. A call cannot be forced: ``any`` is logged
-                and otherwise treated as ``auto``.
+            tool_choice: a tool's name shows only that one, ``none`` shows none; dicts as OpenAI and Anthropic have them. A call
+                cannot be forced: ``any`` is logged and otherwise treated as ``auto``.
 
         Raises UnsupportedModel if the template takes no tools, or writes calls in a form that cannot be parsed: now if
         the engine is open, else with the first answer. An agent binds in its event loop, where opening would block.
@@ -221,7 +219,9 @@ class ChatCtxwin(Answering):
         schemas = [convert_to_openai_tool(tool) for tool in tools]
         names = [schema["function"]["name"] for schema in schemas]
         if isinstance(tool_choice, dict):
-            tool_choice = cast("str", tool_choice["function"]["name"])
+            named = tool_choice.get("function", tool_choice)
+            name = named.get("name", tool_choice.get("type")) if isinstance(named, dict) else named
+            tool_choice = name if isinstance(name, str) else repr(tool_choice)
         if tool_choice == "none":
             schemas = []
         elif tool_choice in (True, "any", "required"):
@@ -334,8 +334,7 @@ class ChatCtxwin(Answering):
             with ExitStack() as stack:
                 window = stack.enter_context(pool.window(talk.system_prompt, talk.chunks))
                 engine = window.engine
-                # The KV of the exchange is kept for the next call, which has it as messages, if the template renders it the
-                # same then and if it is certain to fit.
+                # The next call has the exchange as messages: its KV is kept if they render alike and it is certain to fit.
                 keep = remembers(engine)
                 encoded = engine.encode_exchange(talk.query, ()) if keep else engine.encode_query(talk.query)
                 limit = decoding.max_completion_tokens or decoding.max_tokens
@@ -421,9 +420,8 @@ class Reply:
             facts["ctxwin"] = asdict(answer.usage)
         if self.scored:
             facts["logprobs"] = scores_to(answer.token_ids, self.decode)
-        usage = usage_metadata(answer)
-        last = AIMessageChunk(content="", usage_metadata=usage, response_metadata=facts, chunk_position="last")
-        yield ChatGenerationChunk(message=last)
+        made: Any = {"usage_metadata": usage_metadata(answer), "response_metadata": facts, "chunk_position": "last"}
+        yield ChatGenerationChunk(message=AIMessageChunk(content="", **made))
 
 
 @dataclass

@@ -20,7 +20,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlparse
@@ -108,8 +108,8 @@ def converse(
         _check_spelled(engine, template_of(engine).system("", [_PROBE_TOOL]))
         system_prompt = template_of(engine).system(system_prompt, tools)
     builder = _Builder(engine, seen, allowed_local_media_path)
-    previous: Any = None  # the last message before a run
     for i, (kind, run) in enumerate(runs):
+        previous: Any = runs[i - 1][1][-1] if i else None
         if kind == "human":
             for message in run:
                 builder.human(message)
@@ -126,7 +126,6 @@ def converse(
             broken = {c["id"] for c in previous.invalid_tool_calls}  # an answer shows them in front of the others
             for j, message in enumerate(sorted(run, key=lambda m: m.tool_call_id not in broken)):
                 builder.result(message, first=j == 0)
-        previous = run[-1]
     if not ask:
         builder.end()
         return Conversation(system_prompt, builder.pieces)
@@ -138,14 +137,20 @@ def converse(
 
 
 def in_order(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-    """Return messages that `converse` takes: system messages first, and a result apart from its call as the user's message."""
-    first, rest = list[Any](), list[Any]()
-    for message in map(_plain_type, convert_to_messages(list(messages))):
-        answers = rest and (isinstance(rest[-1], ToolMessage) or _calls(rest[-1]))
-        if isinstance(message, ToolMessage) and not answers:
-            message = HumanMessage(message.content)
-        (first if isinstance(message, SystemMessage) else rest).append(message)
-    return [*first, *rest]
+    """Return messages that `converse` takes: system messages first, each result behind its call, or as the user's message."""
+    typed = [_plain_type(m) for m in convert_to_messages(list(messages))]
+    rest = [m for m in typed if not isinstance(m, SystemMessage)]
+    first = {c["id"]: i for i, m in reversed([*enumerate(rest)]) for c in _calls(m)}
+    if any(isinstance(m, ToolMessage) and i < first.get(m.tool_call_id, 0) for i, m in enumerate(rest)):
+        rest.reverse()  # LangChain's `trim_messages` counts from the end
+    units, called = [list[Any](m for m in typed if isinstance(m, SystemMessage))], dict[Any, list[Any]]()
+    for m in rest:
+        if isinstance(m, ToolMessage) and m.tool_call_id in called:
+            called[m.tool_call_id].append(m)
+        else:
+            units.append([HumanMessage(m.content) if isinstance(m, ToolMessage) else m])
+            called |= {c["id"]: units[-1] for c in _calls(m)}
+    return [*chain.from_iterable(units)]
 
 
 def message_key(message: BaseMessage) -> str:
@@ -329,8 +334,9 @@ def text_of(message: BaseMessage) -> str:
     for block in visible:
         if isinstance(block, dict) and (kind := str(block.get("type")).removesuffix("_url")) in ("image", "video"):
             author = "a SystemMessage" if isinstance(message, SystemMessage) else "an AIMessage"
-            a_medium = "an image" if kind == "image" else "a video"
-            raise ValueError(f"{author} must hold text, got {a_medium}; put it into a HumanMessage")
+            raise ValueError(
+                f"{author} must hold text, got {'an' if kind == 'image' else 'a'} {kind}; put it into a HumanMessage"
+            )
     return "".join(str(part) for part in parts(visible))
 
 

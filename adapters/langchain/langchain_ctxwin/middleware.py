@@ -87,11 +87,12 @@ class LeastRecentlyReadMessages:
 
 
 class Omitted(TypedDict):
-    """A decision about a unit: its number, its state (out or not), and its last read (see `Unit.read`)."""
+    """A decision about a unit: its number, its state (out or not), and the unit that recalled it (once: `Unit.read` then)."""
 
     number: int
     out: bool
-    read: int
+    read: NotRequired[int]
+    by: NotRequired[str]
 
 
 class WindowState(AgentState[Any]):
@@ -112,10 +113,9 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
             of which any is enough; None: never.
         keep: amount that stays, in the same terms; tokens count the entire prompt, system prompt and tools included.
         policy: order in which messages leave.
-        recall: put a line in place of evicted messages and give the model a tool ``recall(number)``. The tool is offered
-            from the first eviction on: until then the prompt is the one without this middleware, and the first eviction
-            changes all of it. ``"always"`` offers the tool from the start. A `ChatCtxwin` whose chat template takes no tools
-            gets none, and no line.
+        recall: put a line in place of evicted messages and give the model a tool ``recall(number)``, from the first eviction
+            on, which changes all of the prompt; ``"always"``: from the start. A `ChatCtxwin` whose chat template takes no
+            tools gets neither; nor does a call whose tools other middleware, listed before this one, chose without it.
         media_only: evict only pictures and videos and keep the text around them, as WebVoyager does with its screenshots;
             ``messages`` then counts messages that contain media.
         token_counter: counts messages; default: the model's own count for `ChatCtxwin`, else LangChain's estimate.
@@ -163,19 +163,18 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
     def _decide(self, request: ModelRequest) -> tuple[ModelRequest, dict[str, Omitted]]:
         history: dict[str, Omitted] = dict(request.state.get(KEY) or {})  # type: ignore[call-overload]
         request = request if self._recalls(request) else self._with_tools(request, {})
-        units = units_of(request.messages, {key: entry["read"] for key, entry in history.items()})
+        units = units_of(request.messages, history)
         decisions = {unit.key: history[unit.key] for unit in units if unit.key in history}
         new_decisions: dict[str, Omitted] = {}
         if self._clauses:
             counter = self._counting(self._with_tools(request, decisions))  # as the prompt would go out
             view = self._view(units, decisions, request)
             here = [u for u in units if u.key not in decisions or not decisions[u.key]["out"]]
-            size = sum(map(self._size, here))
 
             @cache
             def measured(kind: str) -> float:
                 if kind == "messages":
-                    return size
+                    return sum(map(self._size, here))
                 return measured("tokens") / _limit(request.model) if kind == "fraction" else counter(view)
 
             if any(all(measured(kind) >= least for kind, least in clause.items()) for clause in self._clauses):
@@ -184,7 +183,7 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
                 for unit in self._leaving(units, here, view, request):
                     number += unit.key not in decisions
                     unit_number = decisions[unit.key]["number"] if unit.key in decisions else number
-                    new_decisions[unit.key] = Omitted(number=unit_number, out=True, read=unit.read)
+                    new_decisions[unit.key] = Omitted(number=unit_number, out=True)
                 decisions |= new_decisions
         omitted = any(entry["out"] for entry in decisions.values())
         view = self._view(units, decisions, request) if omitted else list(request.messages)
@@ -234,18 +233,18 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         return render([unit], {unit.key}, numbers, media_only=True) if self._media_only else []
 
     def _recalls(self, request: ModelRequest) -> bool:
-        """Return whether messages can be recalled: a chat template may take no tools."""
-        model = request.model
-        return bool(self._recall) and not (
-            isinstance(model, ChatCtxwin) and _profile(model).get("tool_calling") is False
-        )
+        """Return whether messages can be recalled: a chat template may take no tools, other middleware drop this one."""
+        takes_none = isinstance(request.model, ChatCtxwin) and _profile(request.model).get("tool_calling") is False
+        return not takes_none and any(map(self._is_ours, request.tools))
+
+    def _is_ours(self, offered: Any) -> bool:
+        return isinstance(offered, BaseTool) and offered.name in [t.name for t in self.tools]
 
     def _with_tools(self, request: ModelRequest, decisions: Mapping[str, Omitted]) -> ModelRequest:
         """Return the request with the tools of this call: ``recall`` only if there is a message to recall."""
         if self._recalls(request) and (self._recall == "always" or decisions):
             return request
-        ours = {t.name for t in self.tools}
-        return request.override(tools=[t for t in request.tools if not (isinstance(t, BaseTool) and t.name in ours)])
+        return request.override(tools=[t for t in request.tools if not self._is_ours(t)])
 
     def _counting(self, request: ModelRequest) -> TokenCounter:
         system = [request.system_message] if request.system_message else []
@@ -260,13 +259,10 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
 def _clauses(trigger: Trigger | None) -> list[dict[str, float]]:
     """Return ``trigger`` as clauses, any of which is enough; an empty list for None. Raises ValueError for another form."""
     items = trigger if isinstance(trigger, list) else [] if trigger is None else [trigger]
-    out = []
-    for item in items:
-        pairs = item.items() if isinstance(item, Mapping) else [item]
-        out.append(dict(_validate(pair, "trigger") for pair in pairs))
-        if not out[-1]:
-            raise ValueError("a trigger must name fraction, tokens or messages, got an empty dict")
-    return out
+    clauses = [item.items() if isinstance(item, Mapping) else [item] for item in items]
+    if not all(clauses):
+        raise ValueError("a trigger must name fraction, tokens or messages, got an empty dict")
+    return [dict(_validate(pair, "trigger") for pair in clause) for clause in clauses]
 
 
 def _validate(size: object, name: str) -> ContextSize:
@@ -305,8 +301,7 @@ def _limit(model: BaseChatModel) -> int:
 
 
 def _record(response: ModelResponse[Any], decided: dict[str, Omitted]) -> ModelCallResult[Any]:
-    command = Command(update={KEY: decided})
-    return ExtendedModelResponse(model_response=response, command=command) if decided else response
+    return ExtendedModelResponse(response, Command(update={KEY: decided})) if decided else response
 
 
 def _recall_tool() -> BaseTool:
@@ -317,14 +312,14 @@ def _recall_tool() -> BaseTool:
         Args:
             number: the number given where it was omitted; larger numbers are newer.
         """
-        present = {unit.key for unit in units_of(runtime.state["messages"], {})}
+        present = {unit.key: unit for unit in units_of(runtime.state["messages"], {})}
         decisions: dict[str, Omitted] = {k: e for k, e in (runtime.state.get(KEY) or {}).items() if k in present}
         omitted = {entry["number"]: key for key, entry in decisions.items() if entry["out"]}
         back: dict[str, Omitted] = {}
         text = f"number must be one that is omitted ({spans(list(omitted)) or 'none is'}), got {number}"
         if number in omitted:
             text = f"Message {number} is shown again, at its place."
-            back[omitted[number]] = Omitted(number=number, out=False, read=len(runtime.state["messages"]) + 1)
+            back[omitted[number]] = Omitted(number=number, out=False, by=[*present][-1])
         answer = ToolMessage(text, tool_call_id=runtime.tool_call_id or "", status="success" if back else "error")
         return Command(update={KEY: back, "messages": [answer]})
 
@@ -341,8 +336,8 @@ def is_media(block: Any) -> bool:
     return isinstance(block, dict) and block.get("type") in ("image", "image_url", "video", "video_url")
 
 
-def units_of(messages: Sequence[AnyMessage], read: Mapping[str, int]) -> list[Unit]:
-    """Group ``messages`` into units; ``read`` holds the last read of recalled ones, by key."""
+def units_of(messages: Sequence[AnyMessage], history: Mapping[str, Omitted]) -> list[Unit]:
+    """Group ``messages`` into units; ``history`` holds the decisions by key. Recalls by messages since removed do not count."""
     groups: list[list[AnyMessage]] = []
     for message in messages:
         if isinstance(message, ToolMessage) and groups and isinstance(groups[-1][0], AIMessage):
@@ -350,15 +345,16 @@ def units_of(messages: Sequence[AnyMessage], read: Mapping[str, int]) -> list[Un
         else:
             groups.append([message])
     out: list[Unit] = []
-    same: Counter[str] = Counter()
-    at = 0
+    same, at = Counter[str](), 0
     for group in groups:
-        name = group[0].id or message_key(group[0])
-        same[name] += 1
+        same[name := group[0].id or message_key(group[0])] += 1
         key = name if same[name] == 1 else f"{name}#{same[name]}"
-        out.append(Unit(key, tuple(group), at, read.get(key, at + len(group))))
         at += len(group)
-    return out
+        out.append(Unit(key, tuple(group), at - len(group), at))
+    # Positions change where messages are removed: a recall was when the unit that asked for it arrived.
+    arrived = {unit.key: unit.read for unit in out}
+    reads = {k: arrived.get(e["by"], 0) if "by" in e else e.get("read", 0) for k, e in history.items()}
+    return [replace(u, read=reads[u.key]) if u.read < reads.get(u.key, 0) <= at + 1 else u for u in out]
 
 
 def render(

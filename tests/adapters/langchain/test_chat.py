@@ -322,8 +322,16 @@ def test_parts_of_a_conversation_are_counted_in_any_order(caller: Engine) -> Non
         assert trim_messages(
             talk, max_tokens=whole // 2, token_counter=chat, start_on="human", include_system=True
         ) == [talk[0], talk[-1]]
-        backwards = chat.get_num_tokens_from_messages(talk[::-1])
-        assert abs(backwards - whole) < whole / 3
+        assert chat.get_num_tokens_from_messages(talk[::-1]) == whole  # as `trim_messages` counts from the end
+        shuffled = [talk[i] for i in (3, 6, 0, 2, 5, 4, 1)]
+        assert abs(chat.get_num_tokens_from_messages(shuffled) - whole) < whole / 3
+        rounds = [[HumanMessage(f"q{i}"), AIMessage("", tool_calls=[looks(i)])] for i in range(6)]
+        rounds = [[*r, ToolMessage("r", tool_call_id=f"c{i}"), AIMessage("a")] for i, r in enumerate(rounds)]
+        long = [talk[0], *(m for r in rounds for m in r), talk[-1]]
+        for most in range(100, chat.get_num_tokens_from_messages(long), 40):
+            options: Any = {"strategy": "last", "start_on": "human", "include_system": True}
+            kept = trim_messages(long, max_tokens=most, token_counter=chat, **options)
+            assert chat.get_num_tokens_from_messages(kept) <= most
         assert chat.get_num_tokens("hello world") == len(caller.text_ids("hello world"))
 
 
@@ -488,8 +496,16 @@ def test_tools_are_for_models_that_take_them(tiny: Engine, caller: Engine) -> No
         assert "Waits" not in engine.prompts[-1]
         assert chat.bind_tools([look, wait], tool_choice="none").invoke("q").content == CALL
         assert "Looks at" not in engine.prompts[-1]
-        with pytest.raises(ValueError, match="tool_choice must be"):
-            chat.bind_tools([look], tool_choice="jump")
+        named: list[Any] = [{"type": "function", "function": {"name": "look"}}, {"type": "tool", "name": "look"}]
+        for choice in named:
+            chat.bind_tools([look, wait], tool_choice=choice).invoke("q")
+            assert "Looks at" in engine.prompts[-1] and "Waits" not in engine.prompts[-1]
+        for kind in ("any", "auto"):
+            chat.bind_tools([look, wait], tool_choice={"type": kind}).invoke("q")
+            assert "Looks at" in engine.prompts[-1] and "Waits" in engine.prompts[-1]
+        for bad in ("jump", {}, {"type": "tool", "name": "jump"}, {"type": "allowed_tools"}, {"function": None}):
+            with pytest.raises(ValueError, match="tool_choice must be"):
+                chat.bind_tools([look], tool_choice=bad)
 
 
 def test_a_misspelt_attribute_is_refused_and_langchains_own_are_not(tiny: Engine) -> None:

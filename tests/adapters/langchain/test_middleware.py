@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from langchain.agents import create_agent
-from langchain.agents.middleware.types import ModelRequest, ModelResponse
+from langchain.agents.middleware.types import ModelRequest, ModelResponse, wrap_model_call
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
@@ -51,8 +51,9 @@ def ask(middleware: WindowMiddleware, messages: list[AnyMessage], **state: Any) 
         seen.extend(request.messages)
         return ModelResponse(result=[AIMessage("answer")])
 
+    model = GenericFakeChatModel(messages=iter(()))
     request = ModelRequest(
-        model=GenericFakeChatModel(messages=iter(())), messages=messages, state={"messages": messages, **state}
+        model=model, messages=messages, tools=[*middleware.tools], state={"messages": messages, **state}
     )
     made: Any = middleware.wrap_model_call(request, handler)
     command = getattr(made, "command", None)
@@ -91,9 +92,8 @@ def test_only_pictures_leave() -> None:
     for i in (0, 2, 4):
         messages[i] = HumanMessage([{"type": "text", "text": f"h{i} "}, image], id=str(i))
     seen: list[AnyMessage] = []
-    request = ModelRequest(
-        model=GenericFakeChatModel(messages=iter(())), messages=messages, state={"messages": messages}
-    )
+    model = GenericFakeChatModel(messages=iter(()))
+    request = ModelRequest(model=model, messages=messages, tools=[*middleware.tools], state={"messages": messages})
     middleware.wrap_model_call(request, lambda r: seen.extend(r.messages) or ModelResponse(result=[]))
     assert seen[0].text == "h0 (Omitted in context. recall(1) shows it again.)"
     assert seen[1:] == messages[1:]
@@ -114,7 +114,7 @@ def test_triggers(trigger: Any, fires: bool) -> None:
     middleware = WindowMiddleware(trigger=trigger, keep=("messages", 1), token_counter=lambda m: 10 * len(m))
     seen: list[AnyMessage] = []
     messages = talk("h", "a", "h", "a", "h")
-    request = ModelRequest(model=model, messages=messages, state={"messages": messages})
+    request = ModelRequest(model=model, messages=messages, tools=[*middleware.tools], state={"messages": messages})
     middleware.wrap_model_call(request, lambda r: seen.extend(r.messages) or ModelResponse(result=[]))
     assert (len(seen) < 5) == fires
 
@@ -127,7 +127,7 @@ def test_what_is_kept(keep: Any, left: int) -> None:
     )
     seen: list[AnyMessage] = []
     messages = talk("h", "a", "h", "a", "h")
-    request = ModelRequest(model=model, messages=messages, state={"messages": messages})
+    request = ModelRequest(model=model, messages=messages, tools=[*middleware.tools], state={"messages": messages})
     middleware.wrap_model_call(request, lambda r: seen.extend(r.messages) or ModelResponse(result=[]))
     assert len(seen) == left + 1
 
@@ -214,6 +214,19 @@ def test_what_was_recalled_stays_for_the_answer_and_leaves_after_the_others() ->
     assert list(ask(middleware, messages)[1]) == ["1"]
 
 
+def test_removing_messages_moves_no_recall() -> None:
+    messages = talk("h", "a", "h", "c", "c", "c")[2:]  # h2 c3 r3 c5 r5 c7 r7
+    middleware = WindowMiddleware(trigger=("messages", 5), keep=("messages", 1))
+    for by, left in {"7": ["5"], "5": ["3", "5"], "removed": ["3", "5"]}.items():
+        assert list(ask(middleware, messages, **{KEY: {"3": {"number": 1, "out": False, "by": by}}})[1]) == left
+    middleware = WindowMiddleware(trigger=("messages", 5), keep=("messages", 5))
+    for by, left in {"5": ["5"], "removed": ["3"]}.items():
+        assert list(ask(middleware, messages, **{KEY: {"3": {"number": 1, "out": False, "by": by}}})[1]) == left
+    old = {str(i): {"number": i + 1, "out": False, "read": 31} for i in range(5)}  # in a thread that was longer then
+    middleware = WindowMiddleware(trigger=("messages", 6), keep=("messages", 3))
+    assert ask(middleware, talk(*["h", "a"] * 12, "h"), **{KEY: old})[0][-3:] == ["h22", "a23", "h24"]
+
+
 @given(st.lists(st.sampled_from("hac"), max_size=8), st.integers(1, 6), st.booleans(), st.booleans())
 def test_pairs_stay_whole_and_nothing_is_shown_twice(kinds: list[str], keep: int, recall: bool, newest: bool) -> None:
     messages = talk(*kinds, "h")
@@ -288,12 +301,27 @@ def test_an_agent_recalls_what_slid_out(caller: Engine, asynchronous: bool) -> N
     assert said["messages"][-1].text == "the first was red"
     # What was recalled stays until its question is answered; others left for it.
     assert {e["number"]: e["out"] for e in held[KEY].values()} == {1: False} | dict.fromkeys(range(2, 7), True)
+    assert [e["by"] for e in held[KEY].values() if not e["out"]] == [said["messages"][-3].id]
     prompts = engine.prompts
     first, last = "at 0 s: red circle", prompts[-1]
     assert ['"recall"' in p for p in prompts] == [False] * 3 + [True] * 4
     assert [first in p for p in prompts] == [False, True, True, False, False, False, True]
     assert "(Omitted in context: 1-2. recall(number) shows one again.)" in prompts[3]
     assert "Omitted in context: 1" not in last
+
+
+def test_a_call_without_the_tool_is_told_of_none(caller: Engine) -> None:
+    """Other middleware may choose the tools of a call."""
+
+    @wrap_model_call
+    def only_look(request: ModelRequest, handler: Any) -> Any:
+        return handler(request.override(tools=[look]))
+
+    engine = ScriptedEngine(caller, SCRIPT[:5])
+    middleware = WindowMiddleware(trigger=("messages", 4), keep=("messages", 2))
+    with ChatCtxwin(engine=engine) as chat:
+        create_agent(chat, [look], middleware=[only_look, middleware]).invoke({"messages": [HumanMessage("watch")]})
+    assert "at 0 s" not in engine.prompts[-1] and "recall" not in engine.prompts[-1]
 
 
 @tool

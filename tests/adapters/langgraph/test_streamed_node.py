@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, RemoveMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
@@ -28,6 +29,7 @@ from langgraph.runtime import Runtime
 from ctxwin import Chunk
 from ctxwin.media import png
 from ctxwin.store.memory import MemoryStore
+from langchain_ctxwin.chat import ChatCtxwin
 from langchain_ctxwin.langgraph import DeltaWindowState, WindowContext, WindowNode, WindowState, open_window
 from node_graphs import CONFIG, EXACT, Chatty, content, fresh_answer, graph_of, placed, shown
 
@@ -55,6 +57,21 @@ def test_tokens_come_in_messages_mode_and_the_answer_once(engine: Chatty) -> Non
     texts = [chunk.text for chunk in chunks if chunk.text]
     assert len(texts) > 1 and "".join(texts) == answer.text == fresh_answer([(1, "", "")], "q1?")[: len(answer.text)]
     assert {chunk.id for chunk in chunks} == {answer.id} and chunks[-1].usage_metadata == answer.usage_metadata
+
+
+def test_traces_name_the_model_as_the_chat_model_does(engine: Chatty) -> None:
+    told: list[dict[str, Any]] = []
+
+    class Tracer(BaseCallbackHandler):
+        def on_chat_model_start(self, *_: Any, metadata: Any = None, **__: Any) -> None:
+            told.append({name: metadata.get(f"ls_{name}") for name in ("provider", "model_name", "max_tokens", "stop")})
+
+    config: Any = {**CONFIG, "callbacks": [Tracer()]}
+    app = graph_of(node(stop=["zz"]))
+    answer = app.invoke({"messages": [shown(1, "q1?")]}, config, context=WindowContext(engine))["messages"][-1]
+    name = ChatCtxwin(engine=engine).model
+    assert told == [{"provider": "ctxwin", "model_name": name, "max_tokens": 6, "stop": ["zz"]}]
+    assert answer.response_metadata["model_name"] == name
 
 
 def test_events_of_an_async_run_have_the_tokens_too(engine: Chatty) -> None:

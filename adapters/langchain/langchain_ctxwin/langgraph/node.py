@@ -18,6 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from langchain_core.language_models import LangSmithParams
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, RemoveMessage, convert_to_messages
 from langchain_core.runnables import Runnable, RunnableConfig
 from langgraph.channels.delta import DeltaChannel
@@ -136,8 +137,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
             picture on disk survives a store that lost its content, and so does one that the messages hold as data.
         keep_media: False: blocks that name pictures and videos replace those that came as data once they are stored, so
             that a checkpoint takes a few KB. Only nodes of this window can read such blocks; the pixels are only in the
-            engine's store. LangGraph writes all messages into every checkpoint of a `WindowState`, so that the checkpoints
-            of a long thread grow with the square of its turns; a `DeltaWindowState` writes new messages.
+            engine's store. All messages are in every checkpoint of a `WindowState`, not of a `DeltaWindowState`.
         sampling: ``temperature``, ``top_p``, ``stop``, ``json_schema`` and the other options of decoding, and ``libraries``
             that the model may search while it answers, as for `Window.ask`.
 
@@ -301,7 +301,15 @@ class _Answerer(Answering):
         def ask(_: Reply, on_token: OnToken | None, stopped: Callable[[], bool]) -> list[Answer]:
             return [self.window.answer(question, on_token=on_token, stopped=stopped)]
 
-        return Reply(ask, self.window.engine.spec.model, costs=False, room=self.asking["max_tokens"])
+        return Reply(ask, self.model, costs=False, room=self.asking["max_tokens"])
+
+    @property
+    def model(self) -> str:
+        return f"{self.window.engine.spec.name}:{self.window.engine.spec.model}"  # as `ChatCtxwin.model`
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        options = {"stop": stop, "model": self.model, **self.asking, **kwargs}
+        return super()._get_ls_params(**options) | {"ls_provider": "ctxwin"}
 
 
 def _keep_sources(engine: Engine, lost: set[str], messages: Sequence[BaseMessage]) -> None:
