@@ -420,8 +420,8 @@ class Reply:
             facts["ctxwin"] = asdict(answer.usage)
         if self.scored:
             facts["logprobs"] = scores_to(answer.token_ids, self.decode)
-        made: Any = {"usage_metadata": usage_metadata(answer), "response_metadata": facts, "chunk_position": "last"}
-        yield ChatGenerationChunk(message=AIMessageChunk(content="", **made))
+        fields: Any = {"usage_metadata": usage_metadata(answer), "response_metadata": facts, "chunk_position": "last"}
+        yield ChatGenerationChunk(message=AIMessageChunk(content="", **fields))
 
 
 @dataclass
