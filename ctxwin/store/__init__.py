@@ -11,13 +11,11 @@ from ctxwin.store.base import Store, StoreStats
 
 __all__ = ["Store", "StoreStats", "open_store", "parse_bytes"]
 
-STORE_KEY = "CTXWIN_STORE_KEY"
-"""Environment variable that holds the key of shared stores where none is passed."""
+STORE_KEY = "CTXWIN_STORE_KEY"  # holds the key of shared stores where none is passed
 _DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = _DECIMAL | {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SUPPORTED = "'memory:', 'disk:PATH', 'redis://HOST:PORT/DB', 'mooncake://MASTER:PORT' or 'tiered:memory:,disk:PATH'"
-_GROUP = "ctxwin.stores"
-"""Entry points of other distributions' stores, each named like its kind in an address."""
+_GROUP = "ctxwin.stores"  # entry points of other distributions' stores, each named like its kind in an address
 
 
 def parse_bytes(size: int | str) -> int:

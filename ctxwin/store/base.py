@@ -14,8 +14,7 @@ from ctxwin.errors import StaleOwner, StoreFull
 
 _KEY = re.compile(r"[!-~]{1,512}")
 _TOKEN: Final = struct.Struct(">Q")
-NOBODYS: Final = 1 << 62
-"""Token of a record that was retired: above that of any owner."""
+NOBODYS: Final = 1 << 62  # token of a record that was retired: above that of any owner
 _ONE_PROCESS: Final = threading.RLock()
 
 

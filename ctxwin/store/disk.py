@@ -40,13 +40,10 @@ from ctxwin.store.sealed import SealedStore
 log = failure_logger(__name__)
 T = TypeVar("T")
 
-_MAX_RETRIES: Final = 4
-"""Number of rows a read follows while other processes put the same key."""
-_ORPHAN_AGE_S: Final = 600.0
-"""Age at which a file without a row is an orphan; a younger one may be another process's unfinished put."""
+_MAX_RETRIES: Final = 4  # rows a read follows while other processes put the same key
+_ORPHAN_AGE_S: Final = 600.0  # a younger file without a row may be another process's unfinished put
 _RETIRED_S: Final = 3600.0
-_STALE_FILES: Final = 1024
-"""Records replaced since a walk of the folder that are still known, beside as many as the folder holds."""
+_STALE_FILES: Final = 1024  # records replaced since a walk that are still known, beside as many as the folder holds
 _REPAIR_PAUSE_S: Final = 1.0
 _FAILURES: Final = (OSError, sqlite3.Error, diskcache.Timeout)
 
@@ -92,12 +89,12 @@ class DiskStore(SealedStore):
         self._scratch = tempfile.TemporaryDirectory(prefix="ctxwin-index-") if self.read_only else None
         try:
             self._cache = self._open_index()
+            remove_old((self.path / records.TEMP).glob("*.tmp"), 3600.0)
         except (OSError, sqlite3.OperationalError) as error:
             remedy = "another process holds it; try again" if is_busy(error) else "check its permissions and free space"
             plain = OSError(f"the store {self.path} cannot be opened ({error}); {remedy}")
             plain.errno = getattr(error, "errno", errno.EIO)
             raise plain from None
-        remove_old((self.path / records.TEMP).glob("*.tmp"), 3600.0)
         used = [blob.used for blob in records.walk(self.path)]
         self._newest = max(used, default=0)  # use, in nanoseconds: the order of uses outlives a clock that is set back
         if self._guarded(0, lambda: len(used) - self._total("count")) > 0:
@@ -213,7 +210,8 @@ class DiskStore(SealedStore):
                 try:
                     self._cache.set(key, Written(written, total), expire=self.ttl)
                 except BaseException:
-                    records.remove_record(self.path, written.file)
+                    if self._row(key) != written:  # an interrupt may come behind the commit
+                        records.remove_record(self.path, written.file)
                     raise
                 self._note_put(key, written, total)
                 self._make_room(total, key, None, written=True)
@@ -464,9 +462,9 @@ class DiskStore(SealedStore):
             os.utime(self.path / row.file, ns=(now, now))
 
     def _remove(self, key: str, row: Row | None) -> bool:
-        if row is not None:
+        if row is not None and not self.read_only:
             records.remove_record(self.path, row.file)
-        return self._drop_row(key, row)
+        return self._drop_row(key, row) and not self.read_only
 
     def _drop_row(self, key: str, row: Row | None) -> bool:
         """Delete ``row`` unless another process has replaced it. None deletes a row that the store refuses to read."""

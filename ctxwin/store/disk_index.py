@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 _SUM: Final = re.compile(r"[0-9a-f]{64}")
 _FILE: Final = diskcache.core.DBNAME
 _RESERVE_FILE: Final = "ballast"  # the name in existing folders
-_RESERVE_BYTES: Final = 512 << 10
-"""Size of a file that is deleted where the disk is too full to open the index, so that records can be deleted."""
+_RESERVE_BYTES: Final = 512 << 10  # deleted where the disk is too full to open the index: room to delete records
 _SETTINGS: Final = {
     # The store applies its own limit: diskcache's cull does not respect leases.
     "eviction_policy": "none",

@@ -24,8 +24,7 @@ from ctxwin.store.sealed import SealedStore
 log = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 64 << 20
-_SHARE = 1.25
-"""Of what may be put, what is contributed: Mooncake begins to evict at nine tenths."""
+_SHARE = 1.25  # of what may be put, what is contributed: Mooncake begins to evict at nine tenths
 _OPTIONS = {"protocol": "tcp", "devices": "", "host": "127.0.0.1", "metadata": "P2PHANDSHAKE"}
 
 

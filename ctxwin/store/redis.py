@@ -33,14 +33,12 @@ log = logging.getLogger(__name__)
 
 _INDEX: Final = ("used", "sizes", "expires", "tokens", "holders", "leases")
 _SCRIPT: Final = Path(__file__).with_name("redis.lua").read_bytes()
-_SHA: Final = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
-"""Name under which a server knows the script, once it is loaded."""
+_SHA: Final = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()  # by which a server knows it once it is loaded
 _LARGEST: Final = 512 << 20  # of a Redis string
 _UNINDEXED_MS: Final = 60_000
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
-LEASE_S: Final = 60.0
-"""How long leases outlive a process that ended without giving them back; it renews them three times as often."""
+LEASE_S: Final = 60.0  # leases outlive a process that ended without giving them back by this; renewed thrice as often
 _RETIRED_MS: Final = 3_600_000
 
 

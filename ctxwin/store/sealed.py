@@ -27,7 +27,7 @@ class SealedStore(Store):
 
     @abstractmethod
     def _remove(self, key: str, record: Any) -> bool:
-        """Remove ``record`` of ``key``, as `_reject` was given it. Returns False where another one stands there by now."""
+        """Remove ``record`` of ``key``, as `_reject` was given it. Returns False where it stays, or another one stands there."""
 
     def _open(self, key: str, record: bytes) -> bytes | None:
         """Return the value of a record; None of one that is foreign, which stays, or corrupt."""
@@ -45,8 +45,8 @@ class SealedStore(Store):
 
     def _reject(self, key: str, record: Any, error: Exception) -> None:
         self._tally.count("corrupt")
-        log.warning("stored record %s in %s is corrupt and was deleted: %s", key, self.name, error)
-        self._remove(key, record)
+        deleted = " and was deleted" if self._remove(key, record) else ""
+        log.warning("stored record %s in %s is corrupt%s: %s", key, self.name, deleted, error)
 
     def get(self, key: str) -> bytes | None:
         """Return the value, or None. Cost: a read of the record, one SHA-256 (about 1 GB/s)."""

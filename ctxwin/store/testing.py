@@ -62,7 +62,6 @@ class StoreConformance:
 
     @pytest.mark.parametrize("value", [b"", b"\0", bytes(range(256)) * 300], ids=["empty", "zero", "large"])
     def test_returns_what_was_put(self, store: Store, value: bytes) -> None:
-        """The very bytes, and bytes they are."""
         assert store.put("span/a", value)
         got = store.get("span/a")
         assert type(got) is bytes
@@ -86,14 +85,12 @@ class StoreConformance:
 
     @pytest.mark.parametrize("key", ["", "a b", "a\nb", "a" * 513, "ä"])
     def test_refuses_bad_keys(self, store: Store, key: str) -> None:
-        """Keys are short printable ASCII."""
         with pytest.raises(ValueError, match="key must be"):
             store.put(key, b"x")
         with pytest.raises(ValueError, match="key must be"):
             store.get(key)
 
     def test_refuses_other_types(self, store: Store) -> None:
-        """Keys are str and values are bytes."""
         with pytest.raises(TypeError, match="key must be"):
             store.put(7, b"x")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="value must be"):
@@ -101,7 +98,6 @@ class StoreConformance:
         assert store.get("span/a") is None
 
     def test_keys_are_not_paths(self, store: Store, tmp_path: Path) -> None:
-        """A key that looks like a path leads nowhere."""
         outside = tmp_path.parent / "outside"
         assert store.put("../outside", b"x")
         assert store.put("/outside", b"y")
@@ -122,7 +118,6 @@ class StoreConformance:
         assert small.stats().bytes <= _ROOM_FOR_FOUR * self.copies
 
     def test_what_is_too_large_is_refused_and_evicts_nothing(self, small: Store) -> None:
-        """One value over the whole limit must not empty the store."""
         small.put("span/a", _blob("a"))
         assert not small.put("span/b", bytes(_ROOM_FOR_FOUR + 1))
         assert small.get("span/a") == _blob("a")
@@ -158,7 +153,6 @@ class StoreConformance:
         assert store.claim("window/a") is None and not list(store.list("window/"))
 
     def test_owners_at_once_get_tokens_of_their_own(self, store: Store) -> None:
-        """Of many who claim a record at once only one may write."""
         assert store.commit("window/a", b"start", 1)
         with ThreadPoolExecutor(8) as pool:
             claimed = [(one or (0,))[0] for one in pool.map(store.claim, ["window/a"] * 8)]
@@ -170,7 +164,6 @@ class StoreConformance:
         assert store.commit("window/a", b"mine", max(claimed))
 
     def test_refuses_where_everything_is_leased(self, small: Store) -> None:
-        """A put never pushes out what is leased."""
         for name in "abcd":
             small.put(f"span/{name}", _blob(name))
             assert small.lease(f"span/{name}")
@@ -181,7 +174,6 @@ class StoreConformance:
         assert sorted(small.list()) == ["span/a", "span/c", "span/d", "span/e"]
 
     def test_time_to_live(self, tmp_path: Path) -> None:
-        """An expired value is a miss everywhere."""
         with closing(self.make_store(tmp_path, ttl=0.05)) as store:
             store.put("span/a", b"x")
             time.sleep(0.1)
@@ -194,13 +186,11 @@ class StoreConformance:
             assert store.get("span/a") is None
 
     def test_within_its_time_to_live(self, tmp_path: Path) -> None:
-        """A value that has not expired is there."""
         with closing(self.make_store(tmp_path, ttl=3600.0)) as store:
             store.put("span/a", b"x")
             assert store.get("span/a") == b"x"
 
     def test_stats(self, store: Store) -> None:
-        """Hits, misses, puts and sizes are counted."""
         store.put("span/a", b"x" * 100)
         store.get("span/a")
         store.get("span/b")
@@ -209,7 +199,6 @@ class StoreConformance:
         assert stats.bytes >= 100
 
     def test_close(self, tmp_path: Path) -> None:
-        """Closing twice is harmless; later calls say that the store is closed."""
         store = self.make_store(tmp_path)
         store.put("span/a", b"x")
         store.close()
@@ -220,8 +209,6 @@ class StoreConformance:
             store.put("span/a", b"x")
 
     def test_threads(self, store: Store) -> None:
-        """Four threads with keys of their own and shared ones."""
-
         def work(name: int) -> None:
             for i in range(12):
                 mine, shared = f"span/{name}-{i}", f"span/{i}"

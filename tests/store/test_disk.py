@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,28 @@ class TestInterrupts:
             store.put("span/a", b"one")
         assert other.put("span/b", b"two") and store.put("span/a", b"one")
         assert [*store.list()] == [*other.list()] == ["span/a", "span/b"]
+
+    @pytest.mark.parametrize("committed", [True, False])
+    def test_keep_the_old_value_or_the_new_one(
+        self, tmp_path: Path, committed: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ctrl-C on either side of the commit of the row."""
+        store, transact = DiskStore(tmp_path), Index._transact
+        store.put("span/a", b"old")
+
+        @contextlib.contextmanager
+        def interrupted(*arguments: Any, **options: Any) -> Iterator[Any]:
+            with transact(*arguments, **options) as work:
+                yield work
+                if not committed:
+                    raise KeyboardInterrupt
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Index, "_transact", interrupted)
+            store.put("span/a", b"new")
+        assert store.get("span/a") == (b"new" if committed else b"old")
+        assert store.verify() == (1, 0) and len(blobs(tmp_path)) == 1
 
 
 class TestCrash:

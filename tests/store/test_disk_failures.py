@@ -339,3 +339,15 @@ def test_an_index_that_cannot_be_opened_is_named_where_its_reserve_cannot_be_del
         (folder / name).mkdir()
     with pytest.raises(OSError, match=r"the store .* cannot be opened \(.*lock'\); check its permissions"):
         DiskStore(tmp_path)
+
+
+def test_another_users_store_says_what_to_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    DiskStore(tmp_path).close()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "tmp"))
+
+    monkeypatch.setattr("ctxwin.store.disk.remove_old", refuse)
+    with pytest.raises(OSError, match=r"the store .* cannot be opened \(.*tmp'\); check its permissions"):
+        DiskStore(tmp_path)
