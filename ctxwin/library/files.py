@@ -15,8 +15,7 @@ TEXTS = frozenset({".txt", ".md", ".rst", ".csv", ".json", ".html", ".xml", ".py
 VIDEOS = frozenset({".mp4", ".m4v", ".avi", ".mov", ".mkv", ".webm", ".ts", ".m2ts"})
 MAX_FILE_BYTES = 256 << 20
 MAX_PAGES = 2000
-MAX_TEXT = 1200
-"""Characters of a passage of text; a paragraph that is longer is cut at ends of lines and blanks."""
+MAX_TEXT = 1200  # characters of a passage; a paragraph that is longer is cut at ends of lines and blanks
 _NOT_BLANK = re.compile(r"\S")
 _PDF_SCALE = 1.0  # pixels a point: a page of A4 is 595 x 842
 _CLIP_SECONDS = 4

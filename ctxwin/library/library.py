@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -162,7 +163,7 @@ class Library:
         """Add a file that is already cut into passages, ``size`` bytes large; see `add`."""
         stored = tuple(p.model_copy(update={"chunk": self._store_pixels(p.chunk)}) for p in passages)
         entry = Entry(name=name, passages=stored, bytes=size, added=self.clock(), ttl=ttl or self.expires_after)
-        self._add([(entry, entry.added)], replace)
+        self._add(self._traced([entry]), entry.added, replace)
         return entry
 
     def remove(self, name: str) -> None:
@@ -195,17 +196,23 @@ class Library:
         Raises NameTaken for an existing name, unless it may be replaced; BadMedia for another or a damaged file.
         """
         entries: list[Entry] = []
-        for key, blob in read_archive(Path(path), self.store):
-            if not key.startswith(("entry/", "source/")):
-                raise BadMedia(f"the archive of a library must hold files and media, got {key[:80]!r} in {str(path)!r}")
-            if not self.store.persists(key) and not (self.store.put(key, blob) and self.store.persists(key)):
-                raise store_full("the archive's records")
-            if key.startswith("entry/"):
-                entry = get(self.repo, key, Entry)
-                if entry is None:
-                    raise BadMedia(f"the archive {str(path)!r} must be whole, got a file that is not what its key says")
-                entries.append(entry)
-        self._add([(entry, self.clock()) for entry in entries], replace)
+        with ExitStack() as undo:  # nothing stays of what ends early, as by Ctrl-C: no trace leads to it yet
+            for key, blob in read_archive(Path(path), self.store):
+                if not key.startswith(("entry/", "source/")):
+                    raise BadMedia(f"a library's archive must hold files and media, got {key[:80]!r} in {str(path)!r}")
+                if not self.store.persists(key):
+                    if not self.store.contains(key):
+                        undo.callback(self.store.delete, key)
+                    if not (self.store.put(key, blob) and self.store.persists(key)):
+                        raise store_full("the archive's records")
+                if key.startswith("entry/"):
+                    entry = get(self.repo, key, Entry)
+                    if entry is None:
+                        raise BadMedia(f"{str(path)!r} must be whole, got a file that is not what its key says")
+                    entries.append(entry)
+            rows = self._traced(entries)
+            undo.pop_all()
+        self._add(rows, self.clock(), replace)
         return tuple(entry.name for entry in entries)
 
     def delete(self) -> None:
@@ -275,7 +282,6 @@ class Library:
         self._collected[repo] = head.removals if collect(repo, self._id, present) else -1
 
     def _entries(self, editions: Iterable[tuple[int, str]]) -> set[str]:
-        """Return the keys of what these list."""
         return {row.key for _, key in editions for row in (get(self.repo, key, Edition) or Edition()).rows}
 
     def _drop_editions(self, keys: set[str]) -> None:
@@ -383,18 +389,22 @@ class Library:
         parts = tuple(p.model_copy(update={"source": None}) if p in chunk.media else p for p in chunk.parts)
         return chunk.light().model_copy(update={"parts": parts})
 
-    def _add(self, entries: Sequence[tuple[Entry, float]], replace: bool) -> None:
-        """Add ``entries``, each with the time of its last use, in the next version."""
+    def _traced(self, entries: Sequence[Entry]) -> list[Row]:
+        """Store ``entries`` and their traces; return their rows."""
         if self.store.read(self._head.key) is None:  # before what it lists, so that it is known to be lost (`_lost`)
             self._head.update(self._current(), lambda head: head)
         rows = [
             Row(key=put(self.repo, "entry", e), passages=len(e.passages), **e.model_dump(exclude={"passages"}))
-            for e, _ in entries
+            for e in entries
         ]
-        names = {row.name for row in rows}
         note_present(origin_of(self._id, row.key) for row in rows)
-        for row, (entry, _) in zip(rows, entries, strict=True):
+        for row, entry in zip(rows, entries, strict=True):
             note_trace(self.repo, origin_of(self._id, row.key), entry)
+        return rows
+
+    def _add(self, rows: Sequence[Row], used: float, replace: bool) -> None:
+        """Add ``rows``, last used at ``used``, in the next version."""
+        names = {row.name for row in rows}
 
         def change(current: tuple[Row, ...]) -> tuple[Row, ...]:
             others = tuple(row for row in current if row.name not in names)
@@ -410,7 +420,7 @@ class Library:
                     raise BadMedia(f"library {self.name} must have at most {most:,} {what}, got {got:,}; remove some")
             return updated
 
-        self._change(change, {e.name: used + e.ttl if e.ttl else None for e, used in entries})
+        self._change(change, {row.name: used + row.ttl if row.ttl else None for row in rows})
 
     def _change(
         self,

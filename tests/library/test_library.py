@@ -376,6 +376,34 @@ def test_an_export_is_loaded_elsewhere(shelf: Library, engine: FakeEngine, tmp_p
     assert copy.load(tmp_path / "shelf.ctxwin", replace=True) and copy.view().version == 2
 
 
+@pytest.mark.parametrize("name", ["put", "_traced"])
+def test_an_interrupted_load_leaves_nothing(
+    shelf: Library, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.add(png(picture(3)), "shot.png")
+    shelf.add(b"text", "a.txt")
+    shelf.export(tmp_path / "shelf.ctxwin")
+    other = Library(open_store("memory:"), "copy")
+    other.repo.put_json("chunk/others", {})
+    target: Any = other.store if name == "put" else other
+    real, calls = getattr(target, name), []
+
+    def interrupted(*arguments: Any) -> Any:
+        done = real(*arguments)
+        calls.append(arguments)
+        if len(calls) == 2 or name == "_traced":
+            raise KeyboardInterrupt
+        return done
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(target, name, interrupted)
+        other.load(tmp_path / "shelf.ctxwin")
+    assert not [*other.store.list("entry/"), *other.store.list("source/")]
+    assert other.load(tmp_path / "shelf.ctxwin") and texts(other) == texts(shelf)
+    other.delete()
+    assert [*other.store.list()] == ["chunk/others"]
+
+
 def test_a_damaged_export_is_refused_whole(shelf: Library, tmp_path: Path) -> None:
     shelf.add(b"a text that is long enough to be damaged", "a.txt")
     path = tmp_path / "shelf.ctxwin"
