@@ -56,7 +56,6 @@ def audit(
 
 
 def _to_json(record: Any) -> dict[str, Any]:
-    """Return a record as JSON, with figures derived from its counts."""
     from ctxwin.audit.harm import CAP
     from ctxwin.audit.strategies import error_of
 

@@ -11,22 +11,22 @@ import typer
 from typer.core import TyperGroup
 
 from ctxwin.cli import stopping
-from ctxwin.cli.stopping import INTERRUPTED
-from ctxwin.errors import CtxwinError, EngineFailed, WindowBusy
+from ctxwin.errors import CtxwinError, EngineFailed, StoreFull, StoreUnavailable, WindowBusy
 from ctxwin.extras import COMMAND_EXTRAS, missing_extra
 
 if TYPE_CHECKING:
     from ctxwin.fidelity import Mode
 
 FAILED, BAD_INPUT = 1, 2
+_FAILURES = EngineFailed | WindowBusy | StoreFull | StoreUnavailable
 
-AFTER_CTRL_C = {
+AFTER_CTRL_C = {  # by the command's name
     "bench": "nothing is kept; give the same command again to start anew",
     "demo": "give the same command again to start anew",
     "eval": "`eval run`, and a probe of texts, continue when the same command is given again: nothing is computed twice",
+    "library": "what was added stays; give the same command again, `add` with --replace",
     "store": "nothing is half done; give the same command again",
 }
-"""Advice after a stopped command, by the command's name."""
 
 _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 _QUIET |= {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}
@@ -71,12 +71,12 @@ class Commands(TyperGroup):
             raise reported
         typer.echo(f"error: {one_line(reported)}", err=True)
         disk_failed = isinstance(reported, OSError) and reported.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-        raise typer.Exit(FAILED if disk_failed or isinstance(reported, EngineFailed | WindowBusy) else BAD_INPUT)
+        raise typer.Exit(FAILED if disk_failed or isinstance(reported, _FAILURES) else BAD_INPUT)
 
     def _exit_stopped(self, ctx: Any) -> NoReturn:
         typer.echo(f"\nstopped; {AFTER_CTRL_C.get(ctx.invoked_subcommand, 'nothing was left running')}", err=True)
         stopping.note_reported()
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(stopping.status()) from None
 
 
 def checked_mode(option: str, mode: str) -> Mode:
@@ -89,7 +89,6 @@ def checked_mode(option: str, mode: str) -> Mode:
 
 
 def _reader_has_left() -> bool:
-    """Return True if the standard output is a pipe that nobody reads."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

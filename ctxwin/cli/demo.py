@@ -11,8 +11,7 @@ from typer import Argument, Option
 
 from ctxwin.cli.commands import checked_mode, disable_audits, quiet
 
-EARNING = "0,1,2,3,4,5,6,7"
-"""Seeds of ``--no-profile``: enough to reject a lane that does harm. A promotion takes hundreds of windows."""
+EARNING = "0,1,2,3,4,5,6,7"  # enough to reject a lane that does harm; a promotion takes hundreds of windows
 
 
 def demo(

@@ -75,11 +75,9 @@ def _assess(name: str, as_json: bool) -> None:
         with_maps = "; others with position_free=True, which keeps maps beside the states"
         lines += [f"ways to serve: exact{with_maps if support.state_bytes else f' and {position_free}'}"]
         lines += [escape(support.reason)] if support.reason else []
-        lines += (
-            ["its family is compared with transformers by the tests"]
-            if support.standing == "tested"
-            else ["no test holds this family: whether its keys turn is measured when it is opened, and refused if not"]
-        )
-        console.print("\n".join(lines))
+        family = "no test holds this family: whether its keys turn is measured when it is opened, and refused if not"
+        if support.standing == "tested":
+            family = "its family is compared with transformers by the tests"
+        console.print("\n".join([*lines, family]))
     if not is_served:
         raise typer.Exit(1)

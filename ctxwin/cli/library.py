@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from ctxwin.cli.store import AsJson, Tenant, Url, open_existing, show
+from ctxwin.errors import NameTaken
 from ctxwin.progress import progress
 
 if TYPE_CHECKING:
@@ -61,9 +62,13 @@ def add(
     """Add files; the library is made with the first. What was added before an error stays."""
     bar = progress("adding", len(files)) if len(files) > 1 else nullcontext(lambda more: None)
     with _library(url, name, tenant, create=True, files=files) as library, bar as advance:
-        added = []
+        added: list[dict[str, Any]] = []
         for path in files:
-            entry = library.add(path, caption=caption, ttl=ttl, replace=replace)
+            try:
+                entry = library.add(path, caption=caption, ttl=ttl, replace=replace)
+            except NameTaken as error:
+                already = f"{len(added)} of {len(files)} were added; --replace goes on after an interrupt"
+                raise NameTaken(f"{error} ({already})") from None
             added.append({"name": entry.name, "passages": len(entry.passages), "bytes": entry.bytes})
             advance(1)
     show(as_json, {"library": name, "added": added}, *(f"{a['name']}: {a['passages']:,} passages" for a in added))

@@ -1,4 +1,4 @@
-"""Ctrl-C at any time: one plain line and exit status 130, within `_PATIENCE_S`.
+"""Ctrl-C, SIGTERM and SIGHUP at any time: one plain line and exit status 130, 143 or 129, within `_PATIENCE_S`.
 
 Python raises KeyboardInterrupt wherever its main thread is. A C module that is being imported, a callback or a destructor may
 swallow it or turn it into another error, and cleaning up may take forever. The signal is therefore recorded, and the process
@@ -17,7 +17,8 @@ from ctxwin.process_exit import abandon, leave
 INTERRUPTED = 130
 _PATIENCE_S = 3.0
 _STOPPED = b"\nstopped\n"
-_pressed = False
+_PROCESS = os.getpid()
+_pressed = 0  # the signal's number
 _reported = False
 
 
@@ -35,19 +36,27 @@ def stop_imports(argv: list[str]) -> None:
 
 
 def stop_commands() -> None:
-    """Raise KeyboardInterrupt on Ctrl-C, and end by force if it is pressed again or has no effect."""
+    """Raise KeyboardInterrupt on Ctrl-C, SIGTERM and SIGHUP, and end by force if one comes again or has no effect."""
     signal.signal(signal.SIGINT, _interrupt)
+    for number in (signal.SIGHUP, signal.SIGTERM):  # neither of a server, which handles SIGTERM; nohup ignores SIGHUP
+        if signal.getsignal(signal.SIGTERM) == signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _interrupt)
 
 
 def pressed() -> bool:
-    """Return True if Ctrl-C was pressed, also if it caused another error."""
-    return _pressed
+    """Return True if one of these came, also if it caused another error."""
+    return _pressed != 0
+
+
+def status() -> int:
+    """Return the exit status of a process that was stopped."""
+    return 128 + (_pressed or signal.SIGINT)
 
 
 def accept() -> None:
     """Treat Ctrl-C as the regular end of the command, which continues and sets its own exit status."""
     global _pressed
-    _pressed = False
+    _pressed = 0
 
 
 def note_reported() -> None:
@@ -62,14 +71,17 @@ def end() -> NoReturn:
     if not _reported:
         os.write(2, _STOPPED)
         note_reported()
-    leave(INTERRUPTED)
+    leave(status())
 
 
 def _interrupt(number: int, frame: Any) -> None:
     global _pressed
+    if number != signal.SIGINT and os.getpid() != _PROCESS:  # a child that was forked: who ends it expects it to die
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
     if _pressed:
         _end_by_force()
-    _pressed = True
+    _pressed = number
     _thread.start_new_thread(_watch, ())  # `threading` takes locks that the interrupted code may hold
     raise KeyboardInterrupt
 
@@ -83,4 +95,4 @@ def _watch() -> None:
 def _end_by_force() -> NoReturn:
     if not _reported:
         os.write(2, _STOPPED)
-    abandon(INTERRUPTED)
+    abandon(status())

@@ -80,8 +80,9 @@ def verify(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
     with closing(open_existing(url, tenant)) as store:
         good, corrupt = store.verify()
         foreign = store.stats().foreign
-    deleted = " (deleted; they are computed again when needed)" if corrupt else ""
-    lines = [f"{good:,} good, {corrupt:,} corrupt{deleted}"]
+        stay = any(getattr(tier, "read_only", False) for tier in getattr(store, "tiers", (store,)))
+    after = "they stay: the folder is read only" if stay else "deleted; they are computed again when needed"
+    lines = [f"{good:,} good, {corrupt:,} corrupt" + (f" ({after})" if corrupt else "")]
     if foreign:
         hint = "they stay; set CTXWIN_STORE_KEY to the key they were sealed with, or use the ctxwin that wrote them"
         lines.append(f"{foreign:,} of another store key or version could not be checked ({hint})")
@@ -137,7 +138,7 @@ def import_(
             else:
                 refused += 1
     line = f"stored {stored:,} items, {present:,} were there"
-    line += f", {refused:,} were refused: the store is full" if refused else ""
+    line += f", {refused:,} were refused: the store is full or read only" if refused else ""
     show(as_json, {"stored": stored, "there": present, "refused": refused}, line)
     if refused:
         raise typer.Exit(1)

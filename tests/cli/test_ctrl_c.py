@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import system
+from ctxwin import open_store
 from ctxwin.cli import stopping
 
 LIMIT_S = 120.0
@@ -77,6 +78,48 @@ def swallow(kind: str) -> None:
 sys.argv = ["ctxwin", "swallow", sys.argv[1]]
 cli.main()
 """
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_store_export_that_is_ended_leaves_no_half_file(number: int, status: int, tmp_path: Path) -> None:
+    store = open_store(f"disk:{tmp_path / 'kv'}")
+    assert all(store.put(f"span/{i}", bytes(10)) for i in range(3))
+    store.close()
+    code = (
+        "import sys, time\n"
+        "import ctxwin.cli.main as cli\n"
+        "from ctxwin.store.disk import DiskStore\n"
+        "DiskStore.get = lambda *_: (print('ready', flush=True), time.sleep(60))\n"
+        "sys.argv = ['ctxwin', 'store', 'export', 'kv', 'all.ctxwin']\n"
+        "cli.main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert len([*tmp_path.glob(".*.tmp")]) == 1
+    process.send_signal(number)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, said.strip()) == (status, "stopped; nothing is half done; give the same command again")
+    assert [path.name for path in tmp_path.iterdir()] == ["kv"]
+
+
+def test_a_forked_child_dies_of_a_signal_as_without_a_command() -> None:
+    code = (
+        "import os, signal, time\n"
+        "from ctxwin.cli import stopping\n"
+        "stopping.stop_commands()\n"
+        "begun, begin = os.pipe()\n"
+        "if not (child := os.fork()):\n"
+        "    os.write(begin, b'1')\n"
+        "    time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "os.read(begun, 1)\n"
+        "os.kill(child, signal.SIGTERM)\n"
+        "print(os.waitpid(child, 0)[1], flush=True)\n"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
+    assert (process.returncode, process.stdout, process.stderr) == (0, f"{int(signal.SIGTERM)}\n", "")
 
 
 @pytest.mark.parametrize("kind", ["turns", "swallows"])

@@ -28,7 +28,9 @@ def test_files_go_in_are_listed_and_leave(tmp_path: Path, files: tuple[Path, Pat
     rows = json.loads(invoke("library", "ls", store, "shelf", "--json").stdout)["files"]
     assert [r["name"] for r in rows] == ["notes.txt", "shot.png"] and all(r["expires"] for r in rows)
     assert "expires in" in invoke("library", "ls", store, "shelf").stdout
-    refused(invoke("library", "add", store, "shelf", files[0]), "notes.txt", "replace it")
+    refused(
+        invoke("library", "add", store, "shelf", files[0]), "notes.txt", "replace it", "0 of 1 were added; --replace"
+    )
     assert invoke("library", "add", store, "shelf", files[0], "--replace").exit_code == 0
     assert invoke("library", "rm", store, "shelf", "shot.png").exit_code == 0
     refused(invoke("library", "rm", store, "shelf", "shot.png"), "shot.png")

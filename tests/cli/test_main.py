@@ -249,7 +249,27 @@ def test_store_verify_finds_what_is_corrupt(folder: Path) -> None:
     blob.write_bytes(raw)
     result = invoke("store", "verify", folder)
     assert result.exit_code == 1
-    assert "5 good, 1 corrupt" in result.stdout
+    assert "5 good, 1 corrupt (deleted; " in result.stdout
+
+
+def test_a_store_that_is_read_only_keeps_what_is_corrupt(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    invoke("store", "export", folder, tmp_path / "all.ctxwin")
+    store = open_store(f"disk:{folder}")
+    store.delete(f"patch/{9:064x}")
+    store.close()
+    blob = max(folder.rglob("*.blob"), key=lambda p: p.stat().st_size)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK)
+    for url in (folder, f"tiered:memory:,disk:{folder}"):
+        result = invoke("store", "verify", url)
+        assert "4 good, 1 corrupt (they stay: the folder is read only)" in result.stdout and blob.exists()
+    assert "is corrupt: " in caplog.text and "deleted" not in caplog.text
+    result = invoke("store", "import", folder, tmp_path / "all.ctxwin")
+    assert result.exit_code == 1 and "were refused: the store is full or read only" in result.stdout
+    result = invoke("library", "add", folder, "notes", __file__)
+    assert result.exit_code == 1 and "is full or read only" in result.stderr
 
 
 def test_store_gc(folder: Path) -> None:
