@@ -62,6 +62,12 @@ def test_flags_win_over_the_file_and_the_file_over_a_preset(
         assert (made.exit_code, made.stdout.strip()) == (0, told), made.output
 
 
+def test_a_home_is_written_as_in_a_shell(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    written.write_text("task: ~/data\nsizes: [~/a, 2]\n")
+    assert run("--config", written).stdout == "/home/ann/data 8 /home/ann/a,2 False False\n"
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

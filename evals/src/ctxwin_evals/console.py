@@ -150,7 +150,7 @@ def show(result: Mapping[str, Any], as_json: bool, *tables: Any) -> None:
 
 
 def read_config(path: Path, parameters: Mapping[str, str]) -> dict[str, Any]:
-    """The options that a YAML file sets, as parameter names and values; lists become comma-separated text.
+    """The options that a YAML file sets, as parameter names and values; lists become comma-separated text, ``~/`` the home.
 
     ``parameters`` holds parameter names by option name (``max-tokens``).
 
@@ -174,7 +174,9 @@ def read_config(path: Path, parameters: Mapping[str, str]) -> dict[str, Any]:
             raise ValueError(f"{path}: {key!r} is no option of this command; {hint}")
         if isinstance(value, dict):
             raise ValueError(f"{path}: {key} must be one value or a list, got a mapping")
-        values[parameters[name]] = ",".join(map(str, value)) if isinstance(value, list) else value
+        several = isinstance(value, list)
+        shown = [str(Path(v).expanduser()) if str(v).startswith("~/") else v for v in (value if several else [value])]
+        values[parameters[name]] = ",".join(map(str, shown)) if several else shown[0]
     return values
 
 

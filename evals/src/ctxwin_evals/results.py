@@ -39,8 +39,9 @@ def write_lm_eval(
     """Write both kinds of files into ``out``; they carry the run's date, so that scoring again replaces them.
 
     ``samples_TASK_DATE.jsonl`` has one line a document and arm. Its ``doc_hash`` is the content of the item, chunks
-    included, and ``prompt_hash`` the same with the question; ``arguments`` hold the question only, since the chunks in
-    front of it may be pictures. Returns the path of the aggregated file, ``results_DATE.json``.
+    included (the names and sizes of media that are read late), and ``prompt_hash`` the same with the question;
+    ``arguments`` hold the question only, since the chunks in front of it may be pictures.
+    Returns the path of the aggregated file, ``results_DATE.json``.
 
     Raises ValueError as `ctxwin_evals.score.scores` does.
     """
