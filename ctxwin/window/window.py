@@ -8,6 +8,7 @@ vLLM is imported here.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -208,11 +209,10 @@ class Window(WindowReader):
     def slide(self, count: int | None = None, *, reserve_tokens: int = 0, to: float | None = None) -> list[str]:
         """Evict unpinned chunks in the order of `eviction`: ``count``, or until within the budget.
 
-        By default the oldest leave first, and what was recalled last; what `look_back` placed at the end of an exact window
-        goes before. ``reserve_tokens`` tokens are left free for a query
-        and its answer. A window with a low-water mark does nothing while it is within the budget, and falls to the mark else.
-        Returns the evicted ids. Raises BudgetExceeded where what is pinned alone exceeds the budget (or ``to``), ValueError
-        where fewer than ``count`` can leave; the window is then as it was.
+        By default the oldest leave first, and what was recalled last; what `look_back` placed at the end of an exact window goes
+        before. ``reserve_tokens`` tokens are left free for a query and its answer. A window with a low-water mark does nothing
+        while it is within the budget, and falls to the mark else. Returns the evicted ids. Raises BudgetExceeded where what is
+        pinned alone exceeds the budget (or ``to``), ValueError where fewer than ``count`` can leave: nothing changes then.
 
         Args:
             to: falls to so many tokens (a float: to that share of the budget) now, within the budget or not.
@@ -224,11 +224,10 @@ class Window(WindowReader):
         with self.core.writing() as state:
             soon, tail = edits.leaving_soon(state), self.core.free_tail(state)
             if to is not None:
-                order = self.eviction.order(self)
                 mark = mark_tokens(to, self.budget, "to")
                 self._note_room(reserve_tokens, mark)
                 smaller = state.replace(budget=mark, low_water=None)
-                leaving = edits.leaving_for_budget(smaller, order, reserve_tokens, tail=tail)
+                leaving = edits.leaving_for_budget(smaller, self.eviction.order(self), reserve_tokens, tail=tail)
             elif count is None:
                 leaving = self._leaving(state, reserve_tokens)
             else:
@@ -322,7 +321,8 @@ class Window(WindowReader):
             tail = exact and at in (None, len(state.placed))
             new = edits.look_back(state, backs, len(state.placed) if tail else at, tail=tail)
             if ids or reserve_tokens:
-                here = [i for i in self.ids if isinstance(query, str) and i in query]
+                others = set(re.findall(r"\d+-[0-9a-f]{6}", query)) - {*ids} if isinstance(query, str) else None
+                here = [p.id for p in state.placed.having(others)] if others else ()
                 leaving = self._leaving(new, reserve_tokens, ids, here)
                 out = [p.id for p in leaving]
                 if ids or out:
