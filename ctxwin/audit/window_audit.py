@@ -41,7 +41,7 @@ class WindowAudit(Auditing):
         super().__init__(engine, requested, on_finding)
         profiled = not self._recurrent and find_profile(engine.spec.model) is not None
         self.earns = requested.mode == "auto" and enabled() and not self._always_exact and not profiled
-        if self.earns and not requested.keeps_survivors:  # which strategies do
+        if self.earns and not requested.keeps_survivors:  # strategies keep some unless told not to
             forbid = tuple(dict.fromkeys((*requested.advanced.forbid, "survivor")))
             self.requested, self._fixed = (f.with_advanced(forbid=forbid) for f in (requested, self._fixed))
         self._lock = threading.Lock()

@@ -96,7 +96,7 @@ class Auditing:
         self._exact |= branch.exact
 
     def answer_for(self, owner: Self, names: Mapping[str, str]) -> None:
-        """Count findings and fallbacks here for ``owner``, and its fallbacks here; ``names``: its placement ids by these."""
+        """Report findings and fallbacks to ``owner``, and take on its own; ``names``: its placement ids, by this window's."""
 
     def forget(self) -> None:
         """Drop what may be about forgotten content."""

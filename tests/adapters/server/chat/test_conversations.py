@@ -219,7 +219,7 @@ def test_a_clock_in_the_first_turn_leaves_the_others_their_kv_where_few_tokens_m
 def test_no_promoted_strategy_serves_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of promoted strategies are audited at random, those of chats are not: without a profile a chat is exact."""
     monkeypatch.setenv("CTXWIN_AUDITS", "1")
-    monkeypatch.setattr(Ledger, "promoted", lambda self: "blind")
+    monkeypatch.setattr(Ledger, "promoted", lambda self, forbidden: "blind")
     with FakeEngine() as engine:
         attach_audits(engine)
         with Window(engine, "s") as window:
