@@ -73,7 +73,7 @@ def gc(
 
 @app.command("verify")
 def verify(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
-    """Read and check every item; corrupt ones are deleted. Exit code 1 where not all are good.
+    """Read and check every item of a store; corrupt ones are deleted, unless it is read only. Exit code 1 where not all are good.
 
     Items that were sealed with another store key than the environment's CTXWIN_STORE_KEY cannot be checked, and stay.
     """
