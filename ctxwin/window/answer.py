@@ -138,9 +138,10 @@ class PlanEntry:
         bytes: KV bytes that would be brought in.
         exact: whether it equals a re-prefill; depth: length of the chain of approximations behind it.
         ms: what that costs on this engine, estimated from its calls so far.
-        unseen: placement ids in front that its KV has not absorbed; missing: ids it absorbed that are not in front any more.
-        repeated: whether it is served just as it was before behind the same contents, where it would be computed otherwise.
-        fallen: whether an audit made it fall back to exact.
+        not_attended: placement ids in front that its KV has not absorbed; evicted_antecedents: ids it absorbed that are not in
+            front any more.
+        reused: whether it is served just as it was before behind the same contents, where it would be computed otherwise.
+        exact_only: whether an audit made it fall back to exact.
     """
 
     id: str
@@ -155,11 +156,11 @@ class PlanEntry:
     depth: int
     conditioned: bool = True
     pinned: bool = False
-    unseen: _Ids = ()
-    missing: _Ids = ()
+    not_attended: _Ids = ()
+    evicted_antecedents: _Ids = ()
     ms: float = 0.0
-    repeated: bool = False
-    fallen: bool = False
+    reused: bool = False
+    exact_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -275,8 +276,8 @@ class Plan:
             f"computes {self.computed_tokens} of {self.tokens} tokens in about {self.ms:.0f} ms; repairing everything: "
             f"{self.repair_tokens} more"
         )
-        if fallen := [e.id for e in self.entries if e.fallen]:
-            total += f"\nfell back to exact after an audit: {', '.join(fallen)}"
+        if exact_only := [e.id for e in self.entries if e.exact_only]:
+            total += f"\nfell back to exact after an audit: {', '.join(exact_only)}"
         if self.requests > 1:
             each = ", ".join(f"{step.computed} behind {step.reused} ({step.purpose})" for step in self.steps)
             total += f"\n{self.requests} requests: {each}"

@@ -37,9 +37,10 @@ def check_state(state: State, plan: Plan) -> None:
             holds(p.id not in p.kv.antecedents, f"{p.id} was conditioned on itself")
         if e.lane == "survivor":
             holds(not e.exact, f"{p.id} survives and is exact")
-            declared = e.repeated or set(e.unseen) <= set(p.unseen)
+            declared = e.reused or set(e.not_attended) <= set(p.unseen)
             holds(declared, f"{p.id} survives behind chunks it should have absorbed")
-            holds(e.repeated or not front.intersection(e.missing), f"{p.id} lost an antecedent that stands in front")
+            standing = front.intersection(e.evicted_antecedents)
+            holds(e.reused or not standing, f"{p.id} lost an antecedent that stands in front")
         if e.lane == "edited":
             holds(not e.exact and state.fidelity.mode != "exact", f"{p.id} is edited and exact")
         if e.lane in ("computed", "formed"):

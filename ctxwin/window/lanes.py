@@ -415,8 +415,8 @@ def plan_of(
                 p.id, p.chunk_id, choice.lane, p.tokens, offset, start, compute,
                 bytes=0 if choice.compute else choice.slots * token_bytes + kv.state_bytes,
                 exact=choice.conditioning.exact, depth=choice.conditioning.depth, ms=price, conditioned=p.conditioned,
-                pinned=p.pinned, unseen=choice.not_attended, missing=choice.evicted_antecedents, repeated=choice.reused,
-                fallen=p.exact_only,
+                pinned=p.pinned, not_attended=choice.not_attended, evicted_antecedents=choice.evicted_antecedents,
+                reused=choice.reused, exact_only=p.exact_only,
             )
         )  # fmt: skip
         offset, start = offset + p.tokens, start + p.advance

@@ -53,7 +53,8 @@ def answer_from(data: dict[str, Any]) -> Answer:
 def plan_to(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON, with the sums beside the entries."""
     sums = ("requests", "tokens", "computed_tokens", "repair_tokens", "bytes", "exact")
-    entries = [{**vars(e), "unseen": list(e.unseen), "missing": list(e.missing)} for e in plan.entries]
+    ids = ("not_attended", "evicted_antecedents")
+    entries = [{**vars(e), **{name: list(getattr(e, name)) for name in ids}} for e in plan.entries]
     return {**asdict(replace(plan, entries=())), "entries": entries, **{name: getattr(plan, name) for name in sums}}
 
 

@@ -118,7 +118,7 @@ def test_above_the_budget_the_chunks_concerned_fall_back_and_the_window_says_so(
     assert audit.audit is not None
     assert audit.audit["window"] > 1e-9
     plan = window.plan()
-    assert [e.fallen for e in plan.entries] == [False, True, True, True, True]
+    assert [e.exact_only for e in plan.entries] == [False, True, True, True, True]
     assert plan.exact
     assert "fell back to exact after an audit" in str(plan)
     again = window.ask(query, 4)
@@ -129,12 +129,12 @@ def test_above_the_budget_the_chunks_concerned_fall_back_and_the_window_says_so(
     assert again.audit == pytest.approx(0, abs=1e-6)
     assert window.fork().plan().exact
     restored = Window.restore(engine, window.snapshot())
-    assert [e.fallen for e in restored.chunks][1:] == [True] * 4
+    assert [e.exact_only for e in restored.chunks][1:] == [True] * 4
     shortened = window.fork()
     shortened.evict(shortened.ids[-1])
     restored = Window.restore(engine, shortened.snapshot())
     restored.recall(restored.evicted[-1])
-    assert restored.chunks[-1].fallen
+    assert restored.chunks[-1].exact_only
     adopted = filled(engine, Fidelity("blind", audit=1.0, kl_budget=1e-9), frames)
     with auditor_of(engine).hold():
         adopted.ask(query, 4)
@@ -143,7 +143,7 @@ def test_above_the_budget_the_chunks_concerned_fall_back_and_the_window_says_so(
         adopted.adopt(branch)
     auditor_of(engine).drain(LONG)
     for current in (adopted, adopted.at(adopted.version), Window.restore(engine, adopted.snapshot())):
-        assert [e.fallen for e in current.chunks][1:] == [True] * 4
+        assert [e.exact_only for e in current.chunks][1:] == [True] * 4
     branch = window.fork()
     window.adopt(branch)
     branch.adopt(window, force=True)
@@ -174,7 +174,7 @@ def test_what_is_found_on_answers_with_tools_counts_for_the_window(
             assert auditor_of(engine).drain(LONG)
             assert answer.audit is not None
             assert not answer.usage.exact
-            assert [e.fallen for e in window.plan().entries] == [False, *[True] * (count - 1)]
+            assert [e.exact_only for e in window.plan().entries] == [False, *[True] * (count - 1)]
             window.append(Chunk.text(f"frame {count} shows a green circle "))
         window.evict(window.ids[-1])
         assert [e.ids for e in told if e.op == "audit"] == [window.ids[1:3], window.ids[3:]]

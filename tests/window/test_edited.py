@@ -219,7 +219,7 @@ def test_a_chunk_that_is_replaced(engine: FakeEngine) -> None:
     window.insert(0, Chunk.text("likes coal"))
     assert lanes(window) == ["computed", "edited", "edited"]
     plan = window.plan()
-    assert plan.entries[1].missing == (memory,) and plan.entries[1].unseen == window.ids[:1]
+    assert plan.entries[1].evicted_antecedents == (memory,) and plan.entries[1].not_attended == window.ids[:1]
     assert plan.entries[1].start == window.chunks[0].start + len("likes coal")
     window.ask("q")
     other = window.insert(0, Chunk.text("likes beer and skittles"))

@@ -196,7 +196,7 @@ def ids_held(window: Window) -> int:
     """Placement ids that the antecedents of a window's chunks hold, and what its plan says of them."""
     state, plan = window.snapshot(), window.plan()
     orders = {id(p.kv.antecedents.order): p.kv.antecedents.order for p in (*state.placed, *state.evicted) if p.kv}
-    missing = [runs for e in plan.entries for runs in (_runs_of(e.missing) or [e.missing])]
+    missing = [runs for e in plan.entries for runs in (_runs_of(e.evicted_antecedents) or [e.evicted_antecedents])]
     views = {id(ids.order): ids.order for ids in missing if isinstance(ids, Antecedents)}
     lists = [ids for ids in missing if not isinstance(ids, Antecedents)]
     return sum(map(len, lists)) + sum(len(o.ids) + len(o.versions) for o in (orders | views).values())
@@ -216,7 +216,7 @@ def test_a_streams_chunks_share_the_ids_of_what_preceded_them(restored: bool) ->
         window.maintenance.prefill()
     if restored:
         window = Window.restore(window.engine, window.snapshot().model_dump_json())
-    missing = [(i, len(e.missing)) for i, e in enumerate(window.plan().entries) if e.lane == "survivor"]
+    missing = [(i, len(e.evicted_antecedents)) for i, e in enumerate(window.plan().entries) if e.lane == "survivor"]
     assert len(missing) > SMALL // 2 and all(count == SMALL - 1 - i for i, count in missing)
     assert ids_held(window) <= 12 * SMALL
 
@@ -252,7 +252,9 @@ def test_chunks_whose_middles_left_share_the_ids_of_what_preceded_them(leave: Ca
         state, text = window.snapshot(), window.snapshot().model_dump_json()
         again = Window.restore(window.engine, text)
         assert again.snapshot() == state
-        assert [tuple(e.missing) for e in again.plan().entries] == [tuple(e.missing) for e in window.plan().entries]
+        assert [tuple(e.evicted_antecedents) for e in again.plan().entries] == [
+            tuple(e.evicted_antecedents) for e in window.plan().entries
+        ]
         assert max(ids_held(window), ids_held(again)) <= 16 * n
         assert sum(len(p.kv.antecedents) for p in (*state.placed, *state.evicted) if p.kv) > n * n
         sizes.append(len(text))

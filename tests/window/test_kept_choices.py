@@ -169,10 +169,10 @@ def test_what_was_served_before_is_so_only_as_long_as_it_is_remembered() -> None
     for order in ([b, a, c], [a, b, c]):
         window.reorder(order)
         window.ask("q", 1)
-    assert any(entry.repeated for entry in window.plan().entries)
+    assert any(entry.reused for entry in window.plan().entries)
     window.core.assembly.memo.clear()
     goes_on, anew = planned_anew(window)
-    assert goes_on == anew and not any(entry.repeated for entry in goes_on)
+    assert goes_on == anew and not any(entry.reused for entry in goes_on)
 
 
 def test_a_dear_choice_goes_on_at_the_same_prices_and_falls_with_them() -> None:

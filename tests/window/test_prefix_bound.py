@@ -149,7 +149,7 @@ def test_it_is_what_was_served_before_that_keeps_the_bound(monkeypatch: pytest.M
 
     with account(FakeEngine(), Fidelity("patched", rank=2)) as made:
         program(made)
-        assert any(entry.repeated for entry in made.window.plan().entries)
+        assert any(entry.reused for entry in made.window.plan().entries)
     monkeypatch.setattr(lanes.ServedMemo, "of", lambda choice: None)
     with (
         account(FakeEngine(), Fidelity("patched", rank=2)) as made,

@@ -28,7 +28,7 @@ class Seen:
 
     id: str
     lane: str
-    repeated: bool
+    reused: bool
     prompt: tuple[tuple[str, bool], ...]
 
 
@@ -60,7 +60,7 @@ class Book:
 
     def answered(self, lanes: list[Seen]) -> None:
         for i, seen in enumerate(lanes):
-            if seen.lane not in ("survivor", "canonical") and not seen.repeated:
+            if seen.lane not in ("survivor", "canonical") and not seen.reused:
                 self.absorbed[seen.id] = tuple(front.id for front in lanes[:i])
                 self.allowed[seen.id] = set()
             self.asked.add(seen.prompt)
@@ -68,8 +68,8 @@ class Book:
     def check(self, lanes: list[Seen]) -> int:
         """The number of survivors, each by the rule."""
         placed = [seen.id for seen in lanes]
-        assert all(seen.prompt in self.asked for seen in lanes if seen.repeated), "it was never served behind these"
-        survivors = [i for i, seen in enumerate(lanes) if seen.lane == "survivor" and not seen.repeated]
+        assert all(seen.prompt in self.asked for seen in lanes if seen.reused), "it was never served behind these"
+        survivors = [i for i, seen in enumerate(lanes) if seen.lane == "survivor" and not seen.reused]
         for i in survivors:
             front, absorbed = placed[:i], self.absorbed[placed[i]]
             assert [a for a in absorbed if a in front] == [f for f in front if f in absorbed], "another order"
@@ -86,7 +86,7 @@ class Book:
                 for p in (*one.placed, *one.evicted):
                     assert p.kv is None or tuple(p.kv.antecedents) == self.absorbed[p.id]
             plan, expected = restored.plan(), window.plan()
-            assert plan == expected or any(e.repeated for e in expected.entries), "only that is forgotten"
+            assert plan == expected or any(e.reused for e in expected.entries), "only that is forgotten"
 
 
 def lanes_of(window: Window) -> list[Seen]:
@@ -94,7 +94,7 @@ def lanes_of(window: Window) -> list[Seen]:
     seen: list[Seen] = []
     for e in window.chunks:
         front = seen[-1].prompt if seen else ()
-        seen.append(Seen(e.id, e.lane, e.repeated, (*front, (e.chunk_id, e.conditioned))))
+        seen.append(Seen(e.id, e.lane, e.reused, (*front, (e.chunk_id, e.conditioned))))
     return seen
 
 

@@ -124,7 +124,7 @@ def test_what_is_forgotten_leaves_nothing_in_the_branch(tmp_path: Path) -> None:
         window.evict(first, forget=True)
         window.ask("What?", 4, tools=[LOOK])
         chunks = window._tool_branch._branch.chunks  # type: ignore[union-attr]
-        assert [(chunk.exact, chunk.missing) for chunk in chunks] == [(True, ())] * 2
+        assert [(chunk.exact, chunk.evicted_antecedents) for chunk in chunks] == [(True, ())] * 2
         for other in others:
             window.evict(other, forget=True)
         spans = [key for key in engine.store.list() if key.startswith("span/")]

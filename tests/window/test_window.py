@@ -63,7 +63,7 @@ def test_a_slide_leaves_survivors_that_cost_nothing(window: Window) -> None:
     gone = window.slide(1)
     assert gone == list(window.evicted)
     assert lanes(window) == ["survivor", "survivor"]
-    assert [e.missing for e in window.chunks] == [tuple(gone)] * 2
+    assert [e.evicted_antecedents for e in window.chunks] == [tuple(gone)] * 2
     assert not window.plan().exact
     assert window.plan().computed_tokens == 0
 
@@ -98,7 +98,7 @@ def test_recall_keeps_dependents_unless_told_to_repair(window: Window) -> None:
     window.ask("q")
     window.recall(a)
     assert lanes(window) == ["resident", "resident", "resident", "survivor"]
-    assert window.chunks[3].unseen == (a,)
+    assert window.chunks[3].not_attended == (a,)
     assert window.plan().repair_tokens == 2
     window.evict(a)
     window.recall(a, repair=True)
@@ -454,7 +454,7 @@ def test_a_chunk_that_comes_back_behind_another_must_see_it(engine: FakeEngine) 
         either.recall(legend)
         either.recall(scene)
     assert lanes(window)[1] == "formed"
-    assert asked.plan().entries[1].repeated, "the very same was asked before, and a prefix cache would compute nothing"
+    assert asked.plan().entries[1].reused, "the very same was asked before, and a prefix cache would compute nothing"
     asked.close()
     assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
     window.check()
