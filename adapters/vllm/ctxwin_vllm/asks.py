@@ -34,7 +34,7 @@ from ctxwin_vllm.transport import Transfer
 from ctxwin_vllm.transport.base import ALL, blank_span
 
 _QUERY = "query"
-_Exchange = Generator[tuple[dict[str, Any], Transfer], Outcome, None]
+_PendingRequest = Generator[tuple[dict[str, Any], Transfer], Outcome, None]
 """A request's prompt and transfer, twice: once to be run, and once its outcome has been taken in."""
 _log = logging.getLogger("ctxwin.engines")
 
@@ -136,15 +136,15 @@ class AskRunner:
         steps them together. Where a load fails each is served by itself."""
         if self.closed:
             raise EngineFailed("the engine is closed; open a new one")
-        generations, exchanges = [Generation() for _ in layouts], list[_Exchange]()
+        generations, pending = [Generation() for _ in layouts], list[_PendingRequest]()
         try:
             with engine_errors():
                 for generation, layout in zip(generations, layouts, strict=True):
                     base = self._core.check(layout, ask.tail, ask.sampling)
                     segments, namespace, computed = self.fill_layout(generation, layout, base, ask)
                     last = [len(layout) - 1]
-                    exchanges.append(self._exchange(generation, segments, base, ask, last, namespace, computed))
-                self._run(exchanges, ask)
+                    pending.append(self._begin_request(generation, segments, base, ask, last, namespace, computed))
+                self._run(pending, ask)
         except LoadError as error:
             _log.warning("loading spans into vLLM failed (%s); requests are submitted one by one", error)
             self._core.prefixes.clear()
@@ -185,7 +185,7 @@ class AskRunner:
         flat = list(itertools.chain.from_iterable(parts))
         segments, namespace, computed = self.fill_layout(generation, flat, base, ask)
         capture = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
-        outcome = self.request(generation, segments, base, ask, capture, namespace, computed)
+        outcome = self.run_one(generation, segments, base, ask, capture, namespace, computed)
         firsts = itertools.accumulate(map(len, parts), initial=0)
         captured, generation.captured = generation.captured, {}
         for i, (segment, first) in enumerate(zip(layout, firsts, strict=False)):
@@ -232,7 +232,7 @@ class AskRunner:
         for i in range(last):
             segment = segments[i]
             if segment.gap and (runs := gap_runs([s.gap for s in segments], i)):
-                self._link(generation, segments, runs, base, ask)
+                self._compute_gaps(generation, segments, runs, base, ask)
                 continue
             span_follows = i + 1 < len(segments) and segments[i + 1].span is not None
             alone = (recurrent and segment.capture) or (self._kv.maps and i <= last_mapped)
@@ -244,13 +244,13 @@ class AskRunner:
                 if rest is not None and any(s.approximate for s in segments):
                     # The rest is computed here, but loaded later with other KV: these blocks must not be found then.
                     run_namespace = builder.namespace(prefix, digest(ask.salt, "rest", i))
-                self.request(generation, prefix, base, part, run, run_namespace, computed)
+                self.run_one(generation, prefix, base, part, run, run_namespace, computed)
                 computed = sum(s.slots for s in segments[: i + 1])
                 for j in run:
                     segments[j] = replace(segments[j], span=generation.captured[j])
         return segments, namespace, computed
 
-    def _link(
+    def _compute_gaps(
         self, generation: Generation, segments: list[Segment], runs: Sequence[range], base: int, ask: Ask
     ) -> None:
         """Compute runs of parts, each behind what is stored in front of it, and put their KV into ``segments``; see `gap_runs`.
@@ -279,7 +279,7 @@ class AskRunner:
                 prefix, rest = core.inputs.end_at(front, gap.stop, core.uncut)
                 if merged:
                     part = Ask(rest, Sampling(max_tokens=1), space.salt, background=ask.background, builder=ask.builder)
-                    self.request(generation, prefix, base, part, gap, space)
+                    self.run_one(generation, prefix, base, part, gap, space)
                     continue
                 prompt, shown = join([*(segment.encoded for segment in prefix), *([] if rest is None else [rest])])
             elif begin and all(m.modality == "image" for m in media):
@@ -296,7 +296,7 @@ class AskRunner:
         for gap, (_, transfer) in zip(runs, requests, strict=not merged):
             for i in gap:
                 begin = segments[i].start - base
-                generation.captured[i] = self.span_of(transfer, str(i), segments[i].encoded, begin)
+                generation.captured[i] = self.read_span(transfer, str(i), segments[i].encoded, begin)
         for i in itertools.chain(*runs):
             segments[i] = replace(segments[i], span=generation.captured[i])
 
@@ -313,7 +313,7 @@ class AskRunner:
                 generation.bytes_loaded += transfer.bytes_loaded
             generation.forwards += 1
 
-    def request(
+    def run_one(
         self,
         generation: Generation,
         segments: Sequence[Segment],
@@ -327,24 +327,24 @@ class AskRunner:
 
         ``computed`` prompt tokens were part of an earlier request of this call: a hit on them counts as no cache hit.
         """
-        (outcome,) = self._run([self._exchange(generation, segments, base, ask, capture, namespace, computed)], ask)
-        return outcome
+        request = self._begin_request(generation, segments, base, ask, capture, namespace, computed)
+        return self._run([request], ask)[0]
 
-    def _run(self, exchanges: Sequence[_Exchange], ask: Ask) -> list[Outcome]:
-        """Run the requests of exchanges together, and give each its outcome."""
-        requests, eos = [next(exchange) for exchange in exchanges], sorted(self._prompts.encoder.checkpoint.eos)
+    def _run(self, pending: Sequence[_PendingRequest], ask: Ask) -> list[Outcome]:
+        """Run requests together, and give each its outcome."""
+        requests, eos = [next(request) for request in pending], sorted(self._prompts.encoder.checkpoint.eos)
         try:
             options = (ask.sampling, eos, ask.on_token, ask.background, ask.forced, self._lora)
             outcomes = run(self._core.driver, self._core.transport, requests, *options)
         except BaseException:
-            for exchange in exchanges:
-                exchange.close()  # counts what it took
+            for request in pending:
+                request.close()  # counts what it took
             raise
-        for exchange, outcome in zip(exchanges, outcomes, strict=True):
-            exchange.send(outcome)
+        for request, outcome in zip(pending, outcomes, strict=True):
+            request.send(outcome)
         return outcomes
 
-    def _exchange(
+    def _begin_request(
         self,
         generation: Generation,
         segments: Sequence[Segment],
@@ -353,15 +353,15 @@ class AskRunner:
         capture: Sequence[int],
         namespace: CacheNamespace,
         computed: int = 0,
-    ) -> _Exchange:
-        """Yield the request of `request`, then take its outcome into ``generation``."""
+    ) -> _PendingRequest:
+        """Yield the request of `run_one`, then take its outcome into ``generation``."""
         loaded_only = 0
         if not ask.tail:  # no later token needs them, and vLLM computes the KV of a prompt's last token
             segments = segments[: max((i + 1 for i, s in enumerate(segments) if not s.merged), default=0)]
         end = segments[-1].start + segments[-1].encoded.advance if segments else base
         if any(segment.merged for segment in segments):
             segments, base, namespace, loaded_only = compact_prompt(segments, base, ask.salt, self._kv)
-        transfer = self.transfer(segments, base, ask, capture, namespace)
+        transfer = self.build_transfer(segments, base, ask, capture, namespace)
         ids, media = join([*(segment.encoded for segment in segments), *ask.tail])
         prompt = (ask.builder or self._prompts).prompt(ids, media, namespace, transfer)
         transfer.placeholder_tokens = max(transfer.placeholder_tokens, loaded_only)
@@ -380,15 +380,15 @@ class AskRunner:
             self._prompts.record(parts, outcome.token_ids[:-1] if outcome.finished else (), namespace)
         for i in capture:
             if outcome.finished or str(i) in transfer.captured:  # else stopped while preempted: its blocks are gone
-                generation.captured[i] = self.span_of(transfer, str(i), segments[i].encoded, segments[i].start - base)
+                generation.captured[i] = self.read_span(transfer, str(i), segments[i].encoded, segments[i].start - base)
         if ask.capture_query and ask.query is not None and (outcome.finished or _QUERY in transfer.captured):
-            span = self.span_of(transfer, _QUERY, ask.query, end - base)
+            span = self.read_span(transfer, _QUERY, ask.query, end - base)
             if not outcome.finished:  # vLLM was a step ahead of the caller who stopped it
                 span = span.slice(0, min(span.tokens, ask.query.tokens + len(outcome.token_ids) - 1))
             generation.query_span = span
         yield prompt, transfer
 
-    def transfer(
+    def build_transfer(
         self, segments: Sequence[Segment], base: int, ask: Ask, capture: Sequence[int], namespace: CacheNamespace
     ) -> Transfer:
         """Return the transfer of one request."""
@@ -413,7 +413,7 @@ class AskRunner:
             hold=ask.hold,
         )
 
-    def span_of(self, transfer: Transfer, name: str, encoded: Encoded, start: int) -> SpanKV:
+    def read_span(self, transfer: Transfer, name: str, encoded: Encoded, start: int) -> SpanKV:
         """Return a captured span; a query's has generated tokens after the encoded ones."""
         if not encoded.tokens and name not in transfer.captured:
             return self._empty_span(start)

@@ -205,7 +205,7 @@ class BudgetedAnswer:
             try:
                 with engine_errors():
                     asked = replace(ask, salt=salt)
-                    return self._asks.request(piece, self._segments(), 0, asked, (), CacheNamespace(salt))
+                    return self._asks.run_one(piece, self._segments(), 0, asked, (), CacheNamespace(salt))
             except LoadError as error:
                 if not remaining:
                     raise EngineFailed(f"the KV of the answer so far could not be loaded: {error}") from error

@@ -308,7 +308,7 @@ class VLLMEngine(EncodingEngine):
         try:
             with self._core.transport.capturing_queries():
                 segments, namespace, computed = self.asks.fill_layout(generation, layout, base, ask)
-                outcome = self.asks.request(generation, segments, base, ask, [len(preceding)], namespace, computed)
+                outcome = self.asks.run_one(generation, segments, base, ask, [len(preceding)], namespace, computed)
         except LoadError as error:
             if NOT_COMPUTED in str(error):
                 raise UnsupportedModel(NOT_COMPUTED) from error

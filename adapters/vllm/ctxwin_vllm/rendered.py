@@ -354,7 +354,7 @@ class RenderedRequest(Engine):
         base = layout[0].start if self._handle else engine.core.check(layout, (), ask.sampling)
         segments, namespace, _ = engine.asks.fill_layout(generation, layout, base, ask)
         captures = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
-        transfer = engine.asks.transfer(segments, base, ask, captures, namespace)
+        transfer = engine.asks.build_transfer(segments, base, ask, captures, namespace)
         engine_input = dict(self._rendered.engine_input)
         if namespace.salt:
             engine_input["cache_salt"], self._block_names = self._salt(namespace), []
@@ -385,7 +385,7 @@ class RenderedRequest(Engine):
         for i in submitted.captures:
             if str(i) in transfer.captured:
                 segment = submitted.segments[i]
-                captured[i] = self._engine.asks.span_of(transfer, str(i), segment.encoded, segment.start)
+                captured[i] = self._engine.asks.read_span(transfer, str(i), segment.encoded, segment.start)
         return captured
 
     def namespace(self, segments: Sequence[Segment], salt: str) -> CacheNamespace:

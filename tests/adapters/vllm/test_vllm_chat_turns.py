@@ -92,7 +92,7 @@ def test_a_turn_that_has_begun_computes_nothing_in_front_of_kv_that_it_cannot_lo
         turn = chat.ask(f"See {i}: what is there?", behind=i > 0)
     lost = chat.conversations.find(turn.conversation.key)[-1].state.placed[1]
     assert engine.repo.delete(lost.kv.span)
-    monkeypatch.setattr(type(engine.asks), "request", lambda *_, **__: pytest.fail("a forward runs"))
+    monkeypatch.setattr(type(engine.asks), "run_one", lambda *_, **__: pytest.fail("a forward runs"))
     with pytest.raises(NotAWindow, match="has begun"):
         chat.ask("And now?", behind=True)
     for handle in [*engine.core.transport._awaited]:

@@ -185,7 +185,7 @@ def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() ->
 
     made, segments = Generation(), [Segment(encoded("system_prompt", 4), 0, capture=True)]
     ask = Ask(encoded("query", 2), Sampling(max_tokens=8), "", capture_query=True, on_token=on_token)
-    outcome = runner.request(made, segments, 0, ask, [0], CacheNamespace(""))
+    outcome = runner.run_one(made, segments, 0, ask, [0], CacheNamespace(""))
     assert not outcome.finished and outcome.token_ids == [7]
     assert heard == [[7]] and driver.cancelled == 1
     assert not made.captured and made.query_span is None and not len(transport)
