@@ -224,8 +224,8 @@ class Segment:
 def without_spans(layout: Sequence[Segment]) -> list[Segment]:
     """Return the layout of which everything is computed in place, which is exact."""
     return [
-        replace(segment, span=None, patch=None, approximate=False, recompute=(), merged=False, cached=False)
-        for segment in layout
+        replace(s, span=None, patch=None, patch_key="", approximate=False, recompute=(), merged=False, cached=False)
+        for s in layout
     ]
 
 

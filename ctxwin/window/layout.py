@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ctxwin.engines.cost import Workload
 from ctxwin.engines.results import Tally
-from ctxwin.engines.segments import Segment
+from ctxwin.engines.segments import Segment, without_spans
 from ctxwin.fidelity import Lane
 from ctxwin.window.choice import Choice
 from ctxwin.window.prices import Prices
@@ -76,11 +76,10 @@ class Layout:
     def as_computed(self, state: State) -> Layout:
         """Return this layout as served when the engine could load nothing: all of it computed in place, and exact."""
         choices = computed_choices(state, Prices())
-        none = {"span": None, "patch": None, "patch_key": "", "approximate": False, "recompute": (), "merged": False}
-        bare = (replace(segment, **none) for segment in self.segments)  # type: ignore[arg-type]
         names = tuple(dict.fromkeys(content_name(c.entry.chunk_id) for c in choices))
         lanes: dict[Lane, int] = {"computed": sum(self.lanes.values())} if choices else {}
-        return Layout(tuple(choices), tuple(bare), "", names, tuple(range(len(choices) + 1)), self.tokens, lanes)
+        segments, counts = tuple(without_spans(self.segments)), tuple(range(len(choices) + 1))
+        return Layout(tuple(choices), segments, "", names, counts, self.tokens, lanes)
 
 
 def computed_choices(state: State, prices: Prices) -> list[Choice]:
