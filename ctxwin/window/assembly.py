@@ -192,7 +192,7 @@ class Assembly:
             if not choice.compute and not segment.cached:
                 formed = None
                 if choice.form_canonical:
-                    system_prompt = segments[0] = self.computed_system_prompt(state, system_prompt, work)
+                    system_prompt = segments[0] = self.computed_system_prompt(system_prompt, work)
                     _, formed = self.canonical(state, entry, system_prompt, work)
                 # A canonical formed just now serves even if the store refused it; asking again would never end.
                 source, patch = linked or conditioning, None
@@ -214,7 +214,7 @@ class Assembly:
                     segment = replace(segment, recompute=ranges)
             elif not segment.cached and (conditioning.span in ahead or reads.left_ms > 2 * self.prices.request_ms):
                 # Reads go on meanwhile; a chunk before the loaded KV takes a request of its own anyway.
-                system_prompt = segments[0] = self.computed_system_prompt(state, system_prompt, work)
+                system_prompt = segments[0] = self.computed_system_prompt(system_prompt, work)
                 span = ahead.get(conditioning.span)
                 if span is None:
                     fallbacks, front = work.fallbacks, [c.entry for c in choices[: len(segments)]]
@@ -259,7 +259,7 @@ class Assembly:
         span = None if stored is None else stored[0]
         return Segment(encoded, 0, span=span, capture=span is None, span_key=key)
 
-    def computed_system_prompt(self, state: State, system_prompt: Segment, work: Work) -> Segment:
+    def computed_system_prompt(self, system_prompt: Segment, work: Work) -> Segment:
         """Return ``system_prompt`` with its KV, computed once for all canonicals formed after it."""
         if system_prompt.available:
             return system_prompt
@@ -326,7 +326,7 @@ class Assembly:
         provenance, key = canonical_key(state, entry.chunk_id)
         if self.has(key):
             return key, None
-        system_prompt = self.computed_system_prompt(state, system_prompt or self.system_prompt(state, work), work)
+        system_prompt = self.computed_system_prompt(system_prompt or self.system_prompt(state, work), work)
         encoded = self.engine.encode(entry.chunk)
         span = self.prefill([system_prompt], encoded, state.system_prompt_advance, work, [entry])
         self.put(key, span, encoded, provenance=provenance)

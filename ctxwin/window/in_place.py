@@ -6,7 +6,6 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from ctxwin.fidelity import Fidelity
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.forecast import salt_of
 from ctxwin.window.layout import Layout, Work
@@ -21,7 +20,7 @@ def compute_chunk(
 ) -> Layout:
     """Compute the KV of the chunk at ``index`` as an ask would, behind a prefix with KV; return the layout with it. The window
     does not change: the next ask finds what is stored by its provenance, which only tells of an exact prefix."""
-    system_prompt = assembly.computed_system_prompt(state, layout.segments[0], work)
+    system_prompt = assembly.computed_system_prompt(layout.segments[0], work)
     layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
     segment, conditioning = layout.segments[index + 1], layout.choices[index].conditioning
     span = layout.ahead.get(index + 1)
@@ -41,11 +40,11 @@ def _in_place(assembly: Assembly, state: State, index: int, layout: Layout, work
     return span, layout.as_computed(state) if work.fallbacks > fallbacks else layout
 
 
-def reform(assembly: Assembly, state: State, index: int, layout: Layout, fidelity: Fidelity, work: Work) -> State:
+def reform(assembly: Assembly, state: State, index: int, layout: Layout, work: Work) -> State:
     """Re-form one placed chunk in its present context: one forward, no vision encode."""
     span, layout = _in_place(assembly, state, index, layout, work)
     choice = layout.choices[index]
     conditioning = choice.front.computed(choice.entry.chunk_id, "formed")
     assembly.put_chunk(layout, index, span, conditioning)  # in full: a patch would be another approximation
     formed = choice.entry.replace(kv=conditioning, seen=True, unseen=())
-    return state.replace(placed=(*state.placed[:index], formed, *state.placed[index + 1 :]))
+    return state.replace(placed=state.placed.splice(index, index + 1, [formed]))

@@ -160,7 +160,7 @@ class Maintenance:
                     layout = self.core.assembly.build_layout(front, self.core.fidelity, work)
                     if layout.choices[i].conditioning.exact and not layout.choices[i].compute:
                         continue
-                    state = reform(self.core.assembly, state, i, layout, self.core.fidelity, work)
+                    state = reform(self.core.assembly, state, i, layout, work)
                     done.append(p.id)
             if done:
                 self.core.assembly.memo.clear()  # what was refreshed is not to be served as it was
@@ -234,19 +234,18 @@ class Maintenance:
                 new = p.replace(kv=None) if p.kv is not None and p.kv.slots is not None else p
             elif not p.conditioned:
                 raise ValueError(f"{placement} is served without its context; toggle it back before it is merged")
-            elif placement in {e.id for e in state.evicted}:
+            elif state.evicted.place_of(placement) is not None:
                 new = merge_evicted(self.core.assembly, state, p, share, dropped)
             else:
                 new = merge_placed(self.core.assembly, state, state.index(placement), share, fidelity, dropped)
+            slots = new.kv.slots if new.kv is not None and new.kv.slots else new.tokens
             if new is not p:
-                entries, evicted = (
-                    tuple(new if q.id == placement else q for q in chunks) for chunks in (state.placed, state.evicted)
-                )
+                lists, changes = (state.placed, state.evicted), {"kv": new.kv, "seen": new.seen}
+                entries, evicted = (chunks.changed({placement}, **changes) for chunks in lists)
                 self.core.assembly.memo.clear()  # what was served whole is not to be found again
-                slots = new.kv.slots if new.kv is not None and new.kv.slots else p.tokens
                 self.core.commit(state.edited(placed=entries, evicted=evicted), "merge", [placement], note=str(slots))
         _drop(self.core, dropped)
-        return new.kv.slots if new.kv is not None and new.kv.slots else new.tokens
+        return slots
 
 
 def _orders(state: State, ids: Sequence[str], orders: int, seed: int) -> tuple[int, list[tuple[int, ...]]]:

@@ -37,7 +37,7 @@ def merge_placed(
     entry = state.placed[index]
     if entry.kv is not None and entry.kv.slots is not None:  # of what is merged no other share can be made
         entry = entry.replace(kv=None)
-        state = state.replace(placed=(*state.placed[:index], entry, *state.placed[index + 1 :]))
+        state = state.replace(placed=state.placed.splice(index, index + 1, [entry]))
     layout: Layout = assembly.build_layout(state, fidelity, work)
     choice, segment = layout.choices[index], layout.segments[index + 1]
     attended = assembly.engine.attended(layout.segments[: index + 1], segment.encoded, segment.start, tally=work)

@@ -136,7 +136,7 @@ def prepare(
     engine, repo = provider.engine, provider.repo
     entries, keys, patched, unformed = _extent(provider, state, k, orders)
     spec, encodeds = engine.spec, [engine.encode(p.chunk) for p in entries]
-    system_prompt = provider.computed_system_prompt(state, provider.system_prompt(state, work), work)
+    system_prompt = provider.computed_system_prompt(provider.system_prompt(state, work), work)
     bases: dict[str, SpanKV | None] = {}
     means = {i: OrbitMean(spec.kv) for i in patched if i >= k}
     observed: dict[int, list[tuple[frozenset[int], SpanKV]]] = {i: [] for i in patched if i < k}
