@@ -25,9 +25,9 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import compress_deficit, served_basis
 from ctxwin.window.answer import Plan
 from ctxwin.window.changes import Memo, common_front, with_fields
-from ctxwin.window.choice import SAVES_MS
+from ctxwin.window.choice import SAVES_MS, Choice
 from ctxwin.window.continuation import Continuation, Selection, ServedMemos
-from ctxwin.window.forecast import salt_of, with_forecast
+from ctxwin.window.forecast import with_forecast
 from ctxwin.window.lanes import (
     Has,
     canonical_key,
@@ -38,7 +38,7 @@ from ctxwin.window.lanes import (
     steps_of,
     system_prompt_key,
 )
-from ctxwin.window.layout import Layout, Work
+from ctxwin.window.layout import Layout, Work, salt_of
 from ctxwin.window.orbits import observe_order
 from ctxwin.window.prices import Prices, workload
 from ctxwin.window.reading import Reads
@@ -173,66 +173,83 @@ class Assembly:
             start = standing[-1].start + standing[-1].encoded.advance
         encodeds = [self._encoded(choice.entry) for choice in choices[len(standing) :]]
         rest = [*zip(choices[len(standing) :], encodeds, ends[len(standing) :], strict=True)]
-        for choice, encoded, end in rest:
-            if not choice.compute and not choice.form_canonical and end > cached:
-                source = choice.partial_base or choice.conditioning
-                reads.begin(source.span, choice.slots, self._span_read(source, encoded, choice.entry.chunk_id))
-                if (key := choice.conditioning.patch) is not None:
-                    reads.begin(key, encoded.tokens, partial(self.repo.get_patch, key, is_stored=True))
-        system_prompt = self.system_prompt(state, work, reads, cached, has)
-        segments, counts = [system_prompt, *standing], [*newest.loaded.counts[: len(standing) + 1]]
+        self._begin_reads(rest, cached, reads)
+        segments = [self.system_prompt(state, work, reads, cached, has), *standing]
+        counts = [*newest.loaded.counts[: len(segments)]]
         contents = dict.fromkeys(newest.loaded.contents[: counts[-1]])  # in order, each once
         early: dict[int, SpanKV] = {}
         for choice, encoded, end in rest:
-            conditioning, entry = choice.conditioning, choice.entry
-            contents[content_name(entry.chunk_id)] = None
-            linked = choice.partial_base
-            captured = choice.compute or linked is not None
-            segment = Segment(encoded, start, capture=captured, span_key=conditioning.span, cached=end <= cached)
+            contents[content_name(choice.entry.chunk_id)] = None
+            captured, key = choice.compute or choice.partial_base is not None, choice.conditioning.span
+            segment = Segment(encoded, start, capture=captured, span_key=key, cached=end <= cached)
             if not choice.compute and not segment.cached:
                 formed = None
                 if choice.form_canonical:
-                    system_prompt = segments[0] = self.computed_system_prompt(system_prompt, work)
-                    _, formed = self.canonical(state, entry, system_prompt, work)
-                # A canonical formed just now serves even if the store refused it; asking again would never end.
-                source, patch = linked or conditioning, None
-                read = self._span_read(source, encoded, entry.chunk_id)
-                stored = (formed, {}) if formed else self._stored(source.span, encoded.tokens, work, read, reads)
-                if stored is not None and (key := conditioning.patch) is not None:
-                    patch_read = partial(self.repo.get_patch, key, is_stored=True)
-                    patch = self._stored(key, encoded.tokens, work, patch_read, reads)
-                if stored is None or (patch is None and conditioning.patch is not None):
+                    segments[0] = self.computed_system_prompt(segments[0], work)
+                    _, formed = self.canonical(state, choice.entry, segments[0], work)
+                loaded = self._loaded_segment(choice, segment, formed, work, reads)
+                if loaded is None:
                     return None
-                for record in (patch.meta if patch else {}, {} if conditioning.exact else stored[1]):
-                    contents.update(dict.fromkeys(record.get("absorbed", ())))
-                segment = with_fields(
-                    segment, span=stored[0], approximate=not choice.in_place, patch=patch,
-                    patch_key=conditioning.patch or "", merged=conditioning.slots is not None,
-                )  # fmt: skip
-                if linked is not None:
-                    ranges = partial_ranges(encoded.media_ranges, choice.recompute, encoded.tokens)
-                    segment = replace(segment, recompute=ranges)
-            elif not segment.cached and (conditioning.span in ahead or reads.left_ms > 2 * self.prices.request_ms):
+                segment, absorbed = loaded
+                contents.update(dict.fromkeys(absorbed))
+            elif not segment.cached and (key in ahead or reads.left_ms > 2 * self.prices.request_ms):
                 # Reads go on meanwhile; a chunk before the loaded KV takes a request of its own anyway.
-                system_prompt = segments[0] = self.computed_system_prompt(system_prompt, work)
-                span = ahead.get(conditioning.span)
-                if span is None:
-                    fallbacks, front = work.fallbacks, [c.entry for c in choices[: len(segments)]]
-                    span = self.prefill(segments, encoded, start, work, front, salt_of(segments)[1])
-                    span = None if work.fallbacks > fallbacks else span  # computed behind other KV than is served
+                segments[0] = self.computed_system_prompt(segments[0], work)
+                span = ahead.get(key) or self._computed_early(choices, segments, segment, work)
                 if span is not None:
-                    ahead[conditioning.span] = early[len(segments)] = span
+                    ahead[key] = early[len(segments)] = span
                     segment = replace(segment, span=span, capture=False)
             counts.append(len(contents))
             segments.append(segment)
             start += encoded.advance
         salt = salt_of(segments, newest.loaded.salt, len(standing))
         layout = Layout(
-            tuple(choices), tuple(segments), salt[1], tuple(contents), tuple(counts), state.tokens, selection.lanes,
+            tuple(choices), tuple(segments), salt.name, tuple(contents), tuple(counts), state.tokens, selection.lanes,
             standing=0 if cached else len(standing), loads=loads, ahead=early,
         )  # fmt: skip
         newest.loaded = newest.loaded.followed_by(layout, len(standing), salt, self.repo)
         return layout
+
+    def _begin_reads(self, rest: Sequence[tuple[Choice, Encoded, int]], cached: int, reads: Reads) -> None:
+        """Begin to read the stored KV of chunks, given with their ends, but for the first ``cached`` tokens."""
+        for choice, encoded, end in rest:
+            if not choice.compute and not choice.form_canonical and end > cached:
+                source, patch = choice.partial_base or choice.conditioning, choice.conditioning.patch
+                reads.begin(source.span, choice.slots, self._span_read(source, encoded, choice.entry.chunk_id))
+                if patch is not None:
+                    reads.begin(patch, encoded.tokens, partial(self.repo.get_patch, patch, is_stored=True))
+
+    def _loaded_segment(
+        self, choice: Choice, segment: Segment, formed: SpanKV | None, work: Work, reads: Reads
+    ) -> tuple[Segment, Sequence[str]] | None:
+        """Return ``segment`` with the KV that serves it, and what that absorbed beside its antecedents; None if some is gone.
+
+        ``formed``: a canonical formed just now; it serves even if the store refused it: asking again would never end.
+        """
+        conditioning, encoded, partial_base = choice.conditioning, segment.encoded, choice.partial_base
+        source, key, patch = partial_base or conditioning, conditioning.patch, None
+        read = self._span_read(source, encoded, choice.entry.chunk_id)
+        stored = (formed, {}) if formed else self._stored(source.span, encoded.tokens, work, read, reads)
+        if stored is not None and key is not None:
+            patch = self._stored(key, encoded.tokens, work, partial(self.repo.get_patch, key, is_stored=True), reads)
+        if stored is None or (patch is None and key is not None):
+            return None
+        (span, record), media = stored, encoded.media_ranges
+        ranges = partial_ranges(media, choice.recompute, encoded.tokens) if partial_base is not None else ()
+        absorbed = patch.meta.get("absorbed", ()) if patch else ()
+        loaded = with_fields(
+            segment, span=span, approximate=not choice.in_place, patch=patch, patch_key=key or "",
+            merged=conditioning.slots is not None, recompute=ranges,
+        )  # fmt: skip
+        return loaded, absorbed if conditioning.exact else [*absorbed, *record.get("absorbed", ())]
+
+    def _computed_early(
+        self, choices: Sequence[Choice], segments: Sequence[Segment], segment: Segment, work: Work
+    ) -> SpanKV | None:
+        """Return KV of ``segment``, computed behind ``segments``; None if these were not loaded as they are served."""
+        fallbacks, entries = work.fallbacks, [c.entry for c in choices[: len(segments)]]
+        span = self.prefill(segments, segment.encoded, segment.start, work, entries, salt_of(segments).name)
+        return span if work.fallbacks == fallbacks else None
 
     def _encoded(self, entry: Placed) -> Encoded:
         """Return the tokens of a placed chunk. Raises ValueError if the snapshot recorded another number."""

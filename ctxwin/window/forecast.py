@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import compress, count, repeat
-from operator import attrgetter, is_not
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.segments import Call, Segment, partial_ranges
-from ctxwin.hashing import digest
 from ctxwin.window.lanes import system_prompt_key
-from ctxwin.window.layout import Salt
+from ctxwin.window.layout import salt_of
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
@@ -20,25 +17,6 @@ if TYPE_CHECKING:
     from ctxwin.window.answer import Plan
     from ctxwin.window.choice import Choice
     from ctxwin.window.state import State
-
-
-def salt_of(segments: Sequence[Segment], previous: Salt = (0, ""), same: int = 0) -> Salt:
-    """Return the prefix-cache space of a layout: "" (the exact one) or a digest of the KV that a forward would not give.
-
-    ``previous``: that of a layout with the same system prompt and ``same`` first chunks.
-
-    Everything up to the last segment that is `approximate` names the space; what stands behind it is what a forward behind
-    exactly that gives, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in
-    its space, and an edit undone comes back to it.
-    """
-    first = same + 1 if previous[0] <= same else 0
-    last = max(compress(count(first), map(attrgetter("approximate"), segments[first:])), default=0)
-    if first and not last:
-        return previous
-    front = segments[: last + 1] if last else ()
-    patched = any(map(is_not, map(attrgetter("patch"), front), repeat(None)))
-    keys = [segment.key for segment in front] if patched else map(attrgetter("span_key"), front)
-    return last, digest("salt", "\n".join(keys)) if last else ""
 
 
 def with_forecast(engine: Engine, state: State, choices: Sequence[Choice], plan: Plan, query: Encoded | None) -> Plan:
@@ -81,7 +59,7 @@ def planned_calls(
                 ranges = partial_ranges(encoded.media_ranges, choice.recompute, encoded.tokens)
                 segment = replace(segment, recompute=ranges)
         segments.append(segment)
-    return [*calls, Call(segments, salt_of(segments)[1], placeholder, has_query=True, query=query)]
+    return [*calls, Call(segments, salt_of(segments).name, placeholder, has_query=True, query=query)]
 
 
 def _span(tokens: int) -> SpanKV:

@@ -7,8 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ctxwin.window.assembly import Assembly
-from ctxwin.window.forecast import salt_of
-from ctxwin.window.layout import Layout, Work
+from ctxwin.window.layout import Layout, Work, salt_of
 from ctxwin.window.state import State
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def _in_place(assembly: Assembly, state: State, index: int, layout: Layout, work
     """Return KV of a placed chunk in its present context, and the layout it was computed after in the end."""
     segment, front = layout.segments[index + 1], layout.segments[: index + 1]
     fallbacks, entries = work.fallbacks, map(attrgetter("entry"), layout.choices[: index + 1])
-    span = assembly.prefill(front, segment.encoded, segment.start, work, entries, salt_of(front)[1])
+    span = assembly.prefill(front, segment.encoded, segment.start, work, entries, salt_of(front).name)
     return span, layout.as_computed(state) if work.fallbacks > fallbacks else layout
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from itertools import compress, count, repeat
+from operator import attrgetter, is_not
+from typing import TYPE_CHECKING, NamedTuple
 
 from ctxwin.engines.cost import Workload
 from ctxwin.engines.results import Tally
 from ctxwin.engines.segments import Segment, without_spans
 from ctxwin.fidelity import Lane
+from ctxwin.hashing import digest
 from ctxwin.window.choice import Choice
 from ctxwin.window.prices import Prices
 from ctxwin.window.state import ANYTHING, Prefix, State, content_name
@@ -21,8 +24,14 @@ MAX_NAMED = 1024
 """Most contents that a record names; KV that absorbed more counts as having absorbed anything."""
 
 
-Salt = tuple[int, str]
-"""How many first chunks name a prefix-cache space, and its name."""
+class Salt(NamedTuple):
+    """The name of a prefix-cache space, and how many first chunks it is made of; "" is the exact one's."""
+
+    chunks: int
+    name: str
+
+
+NO_SALT = Salt(0, "")
 
 
 @dataclass
@@ -80,6 +89,25 @@ class Layout:
         lanes: dict[Lane, int] = {"computed": sum(self.lanes.values())} if choices else {}
         segments, counts = tuple(without_spans(self.segments)), tuple(range(len(choices) + 1))
         return Layout(tuple(choices), segments, "", names, counts, self.tokens, lanes)
+
+
+def salt_of(segments: Sequence[Segment], previous: Salt = NO_SALT, same: int = 0) -> Salt:
+    """Return the prefix-cache space of a layout: "" (the exact one) or a digest of the KV that a forward would not give.
+
+    ``previous``: that of a layout with the same system prompt and ``same`` first chunks.
+
+    Everything up to the last segment that is `approximate` names the space; what stands behind it is what a forward behind
+    exactly that gives, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in
+    its space, and an edit undone comes back to it.
+    """
+    first = same + 1 if previous.chunks <= same else 0
+    last = max(compress(count(first), map(attrgetter("approximate"), segments[first:])), default=0)
+    if first and not last:
+        return previous
+    named = segments[: last + 1] if last else ()
+    patched = any(map(is_not, map(attrgetter("patch"), named), repeat(None)))
+    keys = [segment.key for segment in named] if patched else map(attrgetter("span_key"), named)
+    return Salt(last, digest("salt", "\n".join(keys)) if last else "")
 
 
 def computed_choices(state: State, prices: Prices) -> list[Choice]:
