@@ -18,7 +18,7 @@ from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import PlanEntry
 from ctxwin.window.changes import common_front, with_fields
 from ctxwin.window.choice import Choice, ServedMemo
-from ctxwin.window.layout import NO_SALT, Layout, Salt, Work
+from ctxwin.window.layout import Layout, Salt, Work
 from ctxwin.window.state import Conditioning, Placed, Prefix, State
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class LoadedFront:
     choices: Sequence[Choice] = ()
     counts: Sequence[int] = (0,)
     contents: Sequence[str] = ()
-    salt: Salt = NO_SALT
+    salt: Salt = field(default_factory=Salt)
     spans: Sequence[str] = ()
     patches: Sequence[str] = ()
     segments: Sequence[weakref.ref[Segment]] = ()

@@ -84,11 +84,7 @@ def look_back(state: State, backs: Sequence[Placed], at: int | None = None, *, t
     """
     for i, back in enumerate(sorted(backs, key=lambda b: b.arrival)):
         state, _ = recall(state, back, None if at is None else at + i)
-    entries = state.placed
-    for back in backs:
-        i = state.index(back.id)
-        entries = entries.splice(i, i + 1, [entries[i].replace(unseen=(), tail=tail)])
-    return state.replace(placed=entries)
+    return state.replace(placed=state.placed.changed({back.id for back in backs}, unseen=(), tail=tail))
 
 
 def free_tail(state: State) -> list[Placed]:

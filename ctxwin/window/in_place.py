@@ -22,9 +22,7 @@ def compute_chunk(
     system_prompt = assembly.computed_system_prompt(layout.segments[0], work)
     layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
     segment, conditioning = layout.segments[index + 1], layout.choices[index].conditioning
-    span = layout.ahead.get(index + 1)
-    if span is None:
-        span, _ = _in_place(assembly, state, index, layout, work)
+    span = layout.ahead.get(index + 1) or _in_place(assembly, state, index, layout, work)[0]
     if store:
         assembly.put_chunk(layout, index, span, conditioning)
     served = replace(segment, span=span, capture=False)

@@ -35,12 +35,10 @@ def check_state(state: State, plan: Plan) -> None:
             holds(p.kv.patch is None or not p.kv.exact, f"{p.id} is patched and exact")
             holds(p.kv.difference is None or not p.kv.exact, f"{p.id} differs from its text and is exact")
             holds(p.id not in p.kv.antecedents, f"{p.id} was conditioned on itself")
-        if e.lane == "survivor":
-            holds(not e.exact, f"{p.id} survives and is exact")
-            declared = e.reused or set(e.not_attended) <= set(p.unseen)
-            holds(declared, f"{p.id} survives behind chunks it should have absorbed")
-            standing = front.intersection(e.evicted_antecedents)
-            holds(e.reused or not standing, f"{p.id} lost an antecedent that stands in front")
+        holds(e.lane != "survivor" or not e.exact, f"{p.id} survives and is exact")
+        if e.lane == "survivor" and not e.reused:
+            holds(set(e.not_attended) <= set(p.unseen), f"{p.id} survives behind chunks it should have absorbed")
+            holds(not front.intersection(e.evicted_antecedents), f"{p.id} lost an antecedent that stands in front")
         if e.lane == "edited":
             holds(not e.exact and state.fidelity.mode != "exact", f"{p.id} is edited and exact")
         if e.lane in ("computed", "formed"):

@@ -27,11 +27,8 @@ MAX_NAMED = 1024
 class Salt(NamedTuple):
     """The name of a prefix-cache space, and how many first chunks it is made of; "" is the exact one's."""
 
-    chunks: int
-    name: str
-
-
-NO_SALT = Salt(0, "")
+    chunks: int = 0
+    name: str = ""
 
 
 @dataclass
@@ -91,7 +88,7 @@ class Layout:
         return Layout(tuple(choices), segments, "", names, counts, self.tokens, lanes)
 
 
-def salt_of(segments: Sequence[Segment], previous: Salt = NO_SALT, same: int = 0) -> Salt:
+def salt_of(segments: Sequence[Segment], previous: Salt | None = None, same: int = 0) -> Salt:
     """Return the prefix-cache space of a layout: "" (the exact one) or a digest of the KV that a forward would not give.
 
     ``previous``: that of a layout with the same system prompt and ``same`` first chunks.
@@ -100,10 +97,10 @@ def salt_of(segments: Sequence[Segment], previous: Salt = NO_SALT, same: int = 0
     exactly that gives, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in
     its space, and an edit undone comes back to it.
     """
-    first = same + 1 if previous.chunks <= same else 0
+    first = same + 1 if previous is None or previous.chunks <= same else 0
     last = max(compress(count(first), map(attrgetter("approximate"), segments[first:])), default=0)
     if first and not last:
-        return previous
+        return previous or Salt()
     named = segments[: last + 1] if last else ()
     patched = any(map(is_not, map(attrgetter("patch"), named), repeat(None)))
     keys = [segment.key for segment in named] if patched else map(attrgetter("span_key"), named)
