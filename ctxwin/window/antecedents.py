@@ -210,27 +210,27 @@ class Numbers:
         return numbers if run.whole else numbers[run.members]
 
 
-def pack(data: dict[str, Any], fronts: Mapping[str, Sequence[Antecedents | None]]) -> dict[str, Any]:
+def pack(data: dict[str, Any], antecedents: Mapping[str, Sequence[Antecedents | None]]) -> dict[str, Any]:
     """Return a dumped state with its antecedents as runs of orders.
 
     Args:
         data: the state as it is dumped; changed in place.
-        fronts: of each ``placed`` and of each ``evicted`` chunk; None for one without KV.
+        antecedents: of each ``placed`` and of each ``evicted`` chunk; None for one without KV.
     """
     runs: dict[Order, list[tuple[dict[str, Any], Antecedents]]] = {}
-    for name, antecedents in fronts.items():
-        for chunk, front in zip(data.get(name, ()), antecedents, strict=False):  # none where they are left out
-            if front and chunk.get("kv"):
-                runs.setdefault(front.order, []).append((chunk["kv"], front))
+    for name, listed in antecedents.items():
+        for chunk, run in zip(data.get(name, ()), listed, strict=False):  # none where they are left out
+            if run and chunk.get("kv"):
+                runs.setdefault(run.order, []).append((chunk["kv"], run))
     for order, conditioned in runs.items():
-        begin, end = min(front.begin for _, front in conditioned), max(front.end for _, front in conditioned)
+        begin, end = min(run.begin for _, run in conditioned), max(run.end for _, run in conditioned)
         last, steps, numbers = 0, list[int](), dict[int, int]()
-        for version in sorted({front.version for _, front in conditioned}):
+        for version in sorted({run.version for _, run in conditioned}):
             steps += [step - begin for step in order.path(last, version) if begin <= step < end]
             last, numbers[version] = version, len(steps)
         orders = data.setdefault("orders", [])
-        for kv, front in conditioned:
-            kv["antecedents"] = [len(orders), front.begin - begin, front.end - begin, numbers[front.version]]
+        for kv, run in conditioned:
+            kv["antecedents"] = [len(orders), run.begin - begin, run.end - begin, numbers[run.version]]
         orders.append([order.ids[begin:end], steps])
     return data
 
@@ -245,9 +245,9 @@ def unpack(data: dict[str, Any]) -> dict[str, Any]:
         chunks = unpacked[name] = list(data[name]) if isinstance(data.get(name), list | tuple) else data.get(name, ())
         for i, chunk in enumerate(chunks if isinstance(chunks, list) else ()):
             kv = chunk.get("kv") if isinstance(chunk, dict) else None
-            front = kv.get("antecedents") if isinstance(kv, dict) else None
-            if isinstance(front, list | tuple) and len(front) == 4 and not isinstance(front[0], str):
-                runs.append((_bounds(front, orders), chunks, i))
+            packed = kv.get("antecedents") if isinstance(kv, dict) else None
+            if isinstance(packed, list | tuple) and len(packed) == 4 and not isinstance(packed[0], str):
+                runs.append((_bounds(packed, orders), chunks, i))
     for (order, version, begin, end), chunks, i in sorted(runs, key=itemgetter(0)):
         length = orders[order].members(version).count(1, begin, end)
         kv = {**chunks[i]["kv"], "antecedents": Antecedents(orders[order], begin, end, length, version)}
@@ -263,11 +263,11 @@ def _order(order: Any) -> Order:
     return Order(ids, steps)
 
 
-def _bounds(front: Sequence[Any], orders: Sequence[Order]) -> tuple[int, int, int, int]:
+def _bounds(packed: Sequence[Any], orders: Sequence[Order]) -> tuple[int, int, int, int]:
     """Return order, version, begin and end of antecedents."""
-    if all(type(i) is int for i in front):
-        order, begin, end, version = front
+    if all(type(i) is int for i in packed):
+        order, begin, end, version = packed
         source = orders[order] if 0 <= order < len(orders) else Order()
         if 0 <= version < len(source.versions) and 0 <= begin <= end <= len(source.ids) and source.ids:
             return order, version, begin, end
-    raise ValueError(f"antecedents must be a run of an order of the snapshot, got {front!r}"[:200])
+    raise ValueError(f"antecedents must be a run of an order of the snapshot, got {packed!r}"[:200])

@@ -353,8 +353,8 @@ def _with_exchange(
     entry = core.place(state, chunk)
     start = state.system_prompt_advance + sum(p.advance for p in state.placed)
     layout = prompt.layout
-    front = layout.end(state)
-    conditioning = front.computed(chunk.id, "computed")
+    prefix = layout.end(state)
+    conditioning = prefix.computed(chunk.id, "computed")
     span = generation.query_span
     if span is not None:
         # Without what follows a stop text, or the first token that is remembered otherwise (thinking, a placeholder of media).
@@ -365,7 +365,7 @@ def _with_exchange(
         record = {"chunk": chunk.id, "provenance": conditioning.provenance, "exact": conditioning.exact}
         core.assembly.put(conditioning.span, span, encoded, **record, absorbed=layout.absorbed(len(layout.choices)))
         entry = entry.replace(kv=conditioning, seen=True)
-        exchange_choice = Choice(entry, "computed", front, conditioning, compute=True)
+        exchange_choice = Choice(entry, "computed", prefix, conditioning, compute=True)
         core.assembly.memo.remember([exchange_choice], core.fidelity)
     return edits.append(state, entry), entry.id
 
@@ -392,8 +392,8 @@ def _complete_exchange(
     first = replace(exchange, token_ids=exchange.token_ids[:n], positions=exchange.positions[:, :n], advance=shift)
     rest = replace(exchange, token_ids=exchange.token_ids[n:], positions=exchange.positions[:, n:] - shift)
     rest = replace(rest, chunk_id=digest("tail", exchange.chunk_id), advance=exchange.advance - shift)
-    front = [*segments, Segment(first, start, span=head)]
-    tail = core.engine.prefill(front, rest, start + shift, salt=layout.salt, tally=work)
+    preceding = [*segments, Segment(first, start, span=head)]
+    tail = core.engine.prefill(preceding, rest, start + shift, salt=layout.salt, tally=work)
     positions = torch.from_numpy(exchange.positions.copy())
     k, v = torch.cat([head.k, tail.k], 1), torch.cat([head.v, tail.v], 1)
     outputs = concat_outputs([head.outputs, tail.outputs])

@@ -24,7 +24,7 @@ from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import compress_deficit, served_basis
 from ctxwin.window.answer import Plan
-from ctxwin.window.changes import Memo, common_front, with_fields
+from ctxwin.window.changes import Memo, common_prefix_length, with_fields
 from ctxwin.window.choice import SAVES_MS, Choice
 from ctxwin.window.continuation import Continuation, Selection, ServedMemos
 from ctxwin.window.forecast import with_forecast
@@ -130,10 +130,10 @@ class Assembly:
         ms = selection.ms if rates == selection.rates else [*starmap(cache(prices.of_load), selection.loads)]
         if ms is not selection.ms and max(ms, default=0.0) >= SAVES_MS:  # another lane may be cheaper
             standing = 0
-        unchanged = max(0, min(standing, common_front(selection.placed, state.placed), len(state.placed) - 1))
+        unchanged = max(0, min(standing, common_prefix_length(selection.placed, state.placed), len(state.placed) - 1))
         tokens = selection.ends[unchanged - 1] if unchanged else 0
         choices = choose(state, fidelity, has, prices, self.memo.memos, self.engine, previous, unchanged, tokens)
-        unchanged = min(unchanged, common_front(selection.choices, choices))
+        unchanged = min(unchanged, common_prefix_length(selection.choices, choices))
         selection = self.newest.selection = selection.followed_by(
             choices, state, elsewhere, rates, ms, unchanged, prices.tier
         )
@@ -376,7 +376,7 @@ class Assembly:
 
     def prefill(
         self,
-        front: Sequence[Segment],
+        preceding: Sequence[Segment],
         encoded: Encoded,
         start: int,
         work: Work,
@@ -389,20 +389,20 @@ class Assembly:
         options |= {"salt": salt or self.salt, "background": work.background, "tally": work}
         prefill = partial(self.engine.prefill, **options)
         with costs.timed() as watch:
-            span = self._with_embeddings(entries, partial(prefill, tuple(front), encoded, start))
+            span = self._with_embeddings(entries, partial(prefill, tuple(preceding), encoded, start))
         work.priced_ms += watch.ms
         if watch.alone and not work.background and work.fallbacks == counts[1]:
-            engine_work = workload([*front, Segment(encoded, start)], work.forwards - counts[0])
+            engine_work = workload([*preceding, Segment(encoded, start)], work.forwards - counts[0])
             costs.learn(costs.engine, engine_work.amounts, watch.ms)
         return span
 
     def prefill_all(
-        self, front: Segment, encodeds: Sequence[Encoded], start: int, work: Work, entries: Iterable[Placed]
+        self, preceding: Segment, encodeds: Sequence[Encoded], start: int, work: Work, entries: Iterable[Placed]
     ) -> Iterator[SpanKV]:
-        """Yield the KV of each of ``encodeds`` after ``front``, by `Engine.prefill_all` a few at a time; see `prefill`."""
+        """Yield the KV of each of ``encodeds`` after ``preceding``, by `Engine.prefill_all` a few at a time; see `prefill`."""
         for at in range(0, len(encodeds), _AT_ONCE):
             options = {"salt": self.salt, "background": work.background, "tally": work}
-            call = partial(self.engine.prefill_all, (front,), encodeds[at : at + _AT_ONCE], start, **options)
+            call = partial(self.engine.prefill_all, (preceding,), encodeds[at : at + _AT_ONCE], start, **options)
             with self.engine.costs.timed():  # calls beside it teach nothing
                 spans = self._with_embeddings(entries, call)
             yield from spans
@@ -425,7 +425,7 @@ class Assembly:
         captured, selection = {**layout.ahead, **captured}, self.newest.selection
         if 0 in captured:
             self.put(layout.segments[0].span_key, captured[0], layout.segments[0].encoded, provenance="system_prompt")
-        same = common_front(selection.choices, layout.choices)
+        same = common_prefix_length(selection.choices, layout.choices)
         written = min(selection.written, same)
         entries, memorable = list(state.placed[:written]), list(layout.choices[:written])
         demand = cache(self.demand)  # asked of every open window: once an answer at most
@@ -474,8 +474,8 @@ class Assembly:
                 _, canonical = canonical_key(state, entry.chunk_id)
                 base = canonical if self.has(canonical) and demand().pays(state, entry, True) else None
             if base is not None and self.has(base):
-                front = preceding_states(layout, captured, index) if self.engine.spec.kv.recurrent else None
-                key = self.form(span, base, conditioning.provenance, encoded, fidelity, absorbed, front)
+                states = preceding_states(layout, captured, index) if self.engine.spec.kv.recurrent else None
+                key = self.form(span, base, conditioning.provenance, encoded, fidelity, absorbed, states)
                 if key is not None:
                     return patched_conditioning(conditioning, "patched", base, key)
         self.put_chunk(layout, index, span, conditioning)
@@ -491,12 +491,12 @@ class Assembly:
         encoded: Encoded,
         fidelity: Fidelity,
         absorbed: Sequence[str],
-        front: States | None = None,
+        states: States | None = None,
     ) -> str | None:
         """Form and store the patch that turns a stored base into ``span``; None if it would not be smaller than
         ``span``, the base is gone, or the store refuses.
 
-        ``absorbed``: the contents that ``span`` absorbed. The patch also holds the base's, with the opposite sign. ``front``: of
+        ``absorbed``: the contents that ``span`` absorbed. The patch also holds the base's, with the opposite sign. ``states``: of
         a hybrid, the states in front of it; without them it gets no patch.
         """
         from ctxwin.kv.deficit import deficit
@@ -507,9 +507,9 @@ class Assembly:
             return key
         base = self.repo.get_span(base_key, token_ids=encoded.token_ids)
         spec = self.engine.spec
-        if base is None or (spec.kv.recurrent and front is None):
+        if base is None or (spec.kv.recurrent and states is None):
             return None
-        patch = compress_deficit(deficit(span, base[0], spec.kv, front), spec.model, spec.kv, fidelity)
+        patch = compress_deficit(deficit(span, base[0], spec.kv, states), spec.model, spec.kv, fidelity)
         patch.meta.update(chunk=encoded.chunk_id, absorbed=[*absorbed, *base[1].get("absorbed", ())])
         if patch.nbytes >= span.nbytes or not self.repo.put_patch(key, patch):
             return None

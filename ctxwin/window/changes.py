@@ -19,7 +19,7 @@ class Memo(dict[str, T]):
         return self.setdefault(key, self._find(key))
 
 
-def common_front(old: Sequence[T], new: Sequence[T]) -> int:
+def common_prefix_length(old: Sequence[T], new: Sequence[T]) -> int:
     """Return how many first elements two lists have in common."""
     return next(compress(count(), map(is_not, old, new)), min(len(old), len(new)))
 

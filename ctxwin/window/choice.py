@@ -32,7 +32,7 @@ class Choice:
     """How one placed chunk is served.
 
     Attributes:
-        front: its prefix.
+        prefix: what precedes it, as it is served.
         conditioning: provenance, exactness and keys of the KV as served; what later chunks are conditioned on.
         compute: whether a forward over the chunk runs in place (its KV is captured under ``conditioning.span``).
         form_canonical: whether the canonical must first be formed by a forward behind the system prompt.
@@ -47,7 +47,7 @@ class Choice:
 
     entry: Placed
     lane: Lane
-    front: Prefix
+    prefix: Prefix
     conditioning: Conditioning
     compute: bool = False
     form_canonical: bool = False
@@ -73,12 +73,12 @@ class Choice:
     @property
     def ends_exact(self) -> bool:
         """True if all up to it is exact."""
-        return self.front.exact and self.conditioning.exact
+        return self.prefix.exact and self.conditioning.exact
 
     @property
-    def next_front(self) -> Prefix:
+    def next_prefix(self) -> Prefix:
         """The prefix of the next place."""
-        return self.front.extended_by(self.entry, self.conditioning)
+        return self.prefix.extended_by(self.entry, self.conditioning)
 
     @property
     def parts(self) -> list[tuple[int, bool]]:
@@ -108,7 +108,7 @@ class Choice:
     @property
     def in_place(self) -> bool:
         """True if a forward here, after the prefix as it is served, gives exactly this KV."""
-        here = span_key(provenance_of(self.front.chain, self.entry.chunk_id), self.front.approximations)
+        here = span_key(provenance_of(self.prefix.chain, self.entry.chunk_id), self.prefix.approximations)
         return self.compute or (self.conditioning.patch is None and self.conditioning.span == here)
 
 

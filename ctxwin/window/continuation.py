@@ -16,7 +16,7 @@ from ctxwin.engines.cost import Workload
 from ctxwin.engines.segments import Segment
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import PlanEntry
-from ctxwin.window.changes import common_front, with_fields
+from ctxwin.window.changes import common_prefix_length, with_fields
 from ctxwin.window.choice import Choice, ServedMemo
 from ctxwin.window.layout import Layout, Salt, Work
 from ctxwin.window.state import Conditioning, Placed, Prefix, State
@@ -35,7 +35,7 @@ class LoadedChunk(NamedTuple):
     """How a chunk was loaded: its segment without KV, and the KV that was checked to be its own, while that is in memory.
     ``patch`` is the span where it has none. ``patched``: how many chunks up to it have a patch, and their tokens."""
 
-    front: Prefix
+    prefix: Prefix
     conditioning: Conditioning
     segment: Segment
     span: weakref.ref[SpanKV]
@@ -44,7 +44,7 @@ class LoadedChunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LoadedFront:
+class LoadedPrefix:
     """The first chunks of a layout that were loaded as they are stored; the rest is the layout's.
 
     Attributes:
@@ -61,7 +61,7 @@ class LoadedFront:
     patches: Sequence[str] = ()
     segments: Sequence[weakref.ref[Segment]] = ()
 
-    def followed_by(self, layout: Layout, count: int, salt: Salt, repo: SpanRepository) -> LoadedFront:
+    def followed_by(self, layout: Layout, count: int, salt: Salt, repo: SpanRepository) -> LoadedPrefix:
         """Return that of the next layout, which took over the first ``count`` chunks."""
         chunks, spans = list(self.chunks[:count]), list(self.spans[:count])
         patches, segments = list(self.patches[:count]), list(self.segments[:count])
@@ -72,13 +72,13 @@ class LoadedFront:
             kv, bare, span = choice.conditioning, with_fields(segment, span=None, patch=None), weakref.ref(segment.span)
             patch = span if segment.patch is None else weakref.ref(segment.patch)
             patched = patched if patch is span else (patched[0] + 1, patched[1] + segment.tokens)
-            chunks.append(LoadedChunk(choice.front, kv, bare, span, patch, patched))
+            chunks.append(LoadedChunk(choice.prefix, kv, bare, span, patch, patched))
             spans.append(kv.span)
             patches.append(kv.patch or kv.span)
             segments.append(weakref.ref(segment))
             repo.attach(segment, (kv.span, segment.span), (kv.patch, segment.patch))
-        front = layout.choices[: len(chunks)]
-        return LoadedFront(chunks, front, layout.counts, layout.contents, salt, spans, patches, segments)
+        loaded = layout.choices[: len(chunks)]
+        return LoadedPrefix(chunks, loaded, layout.counts, layout.contents, salt, spans, patches, segments)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Selection:
         ``elsewhere``: of all keys that these were made on; ``tier`` gives that of another stored key.
         """
         old_premises, premises = ([c.premises for c in both[unchanged:]] for both in (self.choices, choices))
-        same = new = unchanged + common_front(old_premises, premises)
+        same = new = unchanged + common_prefix_length(old_premises, premises)
         keys = self.keys
         if any(old_premises[same - unchanged :]):  # what others need of their keys is told by these
             new, keys, elsewhere = 0, {}, {}
@@ -193,7 +193,7 @@ class Continuation:
 
     selection: Selection = field(default_factory=Selection)
     planned: tuple[Sequence[Choice], Sequence[PlanEntry], Sequence[float]] = ((), (), ())
-    loaded: LoadedFront = field(default_factory=LoadedFront)
+    loaded: LoadedPrefix = field(default_factory=LoadedPrefix)
     remembered: tuple[Sequence[str], Sequence[ServedMemo]] = ((), ())
     broken_at: int | None = None
 
@@ -207,9 +207,9 @@ class Continuation:
             ends: prompt tokens up to the end of each chunk; an engine's prefix cache holds the first ``cached`` tokens.
         """
         costs, began, chunks = engine.costs, engine.costs.clock(), self.loaded.chunks
-        same, repo, segments = common_front(self.loaded.choices, choices), engine.repo, list[Any]()
+        same, repo, segments = common_prefix_length(self.loaded.choices, choices), engine.repo, list[Any]()
         for choice, chunk in zip(choices[same:], chunks[same:], strict=False):
-            if choice.front is not chunk.front or choice.conditioning is not chunk.conditioning:
+            if choice.prefix is not chunk.prefix or choice.conditioning is not chunk.conditioning:
                 break
             same += 1
         if not cached:  # as most stand: the segments that are kept beside their KV
@@ -292,13 +292,13 @@ class ServedMemos:
         if self._is_shared:
             self.memos, self._is_shared = self.memos.copy(), False
         memo = self.memos
-        same = common_front(memos, [*map(memo.get, places)])
+        same = common_prefix_length(memos, [*map(memo.get, places)])
         places, memos = list(places[:same]), list(memos[:same])
         deque(map(memo.move_to_end, places), maxlen=0)
         choices = choices[same:]
-        for choice, following in zip(choices, [*(c.front for c in choices[1:]), None], strict=False):
-            adjacent = following is not None and following.length == choice.front.length + 1
-            place = following.contents if following and adjacent else choice.front.contents_with(choice.entry)
+        for choice, following in zip(choices, [*(c.prefix for c in choices[1:]), None], strict=False):
+            adjacent = following is not None and following.length == choice.prefix.length + 1
+            place = following.contents if following and adjacent else choice.prefix.contents_with(choice.entry)
             known_memo = memo.get(place)
             if choice.compute or known_memo is None or known_memo.conditioning is not choice.conditioning:
                 known_memo = memo[place] = ServedMemo.of(choice)

@@ -42,7 +42,7 @@ class Differences:
         self._state, self._engine, self._most = state, engine, most
         self._ids = tuple(p.id for p in state.placed)
         self._first = 0
-        self._fronts: dict[tuple[Order, int, int], int] = {}  # by order, where a run of it begins, and version
+        self._prefix_lengths: dict[tuple[Order, int, int], int] = {}  # by order, where a run of it begins, and version
         self._ends: dict[tuple[Order, int, int], tuple[int, int, int]] = {}
         self._changes: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Change | None] = {}
 
@@ -73,22 +73,22 @@ class Differences:
         """Return where antecedents and the first ``index`` placed ids begin to differ, and what differs up to their common end;
         None where it is too many chunks."""
         n = was.length
-        first = min(self._common_front(was), n, index)
+        first = min(self._common_prefix_length(was), n, index)
         if first == n == index:
             return first, (), ()
         last = self._common_end(was, index, first)
         return None if last is None else (first, was[first : n - last], self._ids[first : index - last])
 
-    def _common_front(self, was: Antecedents) -> int:
+    def _common_prefix_length(self, was: Antecedents) -> int:
         """Return how many first ids a run, with what follows it, and the placed ones have in common; once a run O(its length)."""
         run = was.order, was.begin, was.version
-        if run not in self._fronts:
+        if run not in self._prefix_lengths:
             ids = [*compress(was.order.ids[was.begin :], was.order.members(was.version)[was.begin :])][: len(self._ids)]
             first = self._first if tuple(ids[: self._first]) == self._ids[: self._first] else 0
             while first < len(ids) and ids[first] == self._ids[first]:
                 first += 1
-            self._first = self._fronts[run] = first  # mostly that of the next one, too
-        return self._fronts[run]
+            self._first = self._prefix_lengths[run] = first  # mostly that of the next one, too
+        return self._prefix_lengths[run]
 
     def _common_end(self, was: Antecedents, index: int, first: int) -> int | None:
         """Return how many ids behind ``first`` both have in common at the end; None if too few."""

@@ -31,9 +31,9 @@ def compute_chunk(
 
 def _in_place(assembly: Assembly, state: State, index: int, layout: Layout, work: Work) -> tuple[SpanKV, Layout]:
     """Return KV of a placed chunk in its present context, and the layout it was computed after in the end."""
-    segment, front = layout.segments[index + 1], layout.segments[: index + 1]
+    segment, preceding = layout.segments[index + 1], layout.segments[: index + 1]
     fallbacks, entries = work.fallbacks, map(attrgetter("entry"), layout.choices[: index + 1])
-    span = assembly.prefill(front, segment.encoded, segment.start, work, entries, salt_of(front).name)
+    span = assembly.prefill(preceding, segment.encoded, segment.start, work, entries, salt_of(preceding).name)
     return span, layout.as_computed(state) if work.fallbacks > fallbacks else layout
 
 
@@ -41,7 +41,7 @@ def reform(assembly: Assembly, state: State, index: int, layout: Layout, work: W
     """Re-form one placed chunk in its present context: one forward, no vision encode."""
     span, layout = _in_place(assembly, state, index, layout, work)
     choice = layout.choices[index]
-    conditioning = choice.front.computed(choice.entry.chunk_id, "formed")
+    conditioning = choice.prefix.computed(choice.entry.chunk_id, "formed")
     assembly.put_chunk(layout, index, span, conditioning)  # in full: a patch would be another approximation
     formed = choice.entry.replace(kv=conditioning, seen=True, unseen=())
     return state.replace(placed=state.placed.splice(index, index + 1, [formed]))

@@ -22,7 +22,7 @@ def check_state(state: State, plan: Plan) -> None:
     holds(plan.tokens == state.tokens, "the plan counts other tokens than the state")
     holds(tuple(e.id for e in plan.entries) == tuple(ids), "the plan lists other chunks than the state")
 
-    offset, start, exact, front = state.system_prompt_tokens, state.system_prompt_advance, True, set[str]()
+    offset, start, exact, preceding = state.system_prompt_tokens, state.system_prompt_advance, True, set[str]()
     for p, e in zip(entries, plan.entries, strict=True):
         holds((e.offset, e.start) == (offset, start), f"{p.id} does not follow the chunk in front of it")
         offset, start = offset + p.tokens, start + p.advance
@@ -38,11 +38,11 @@ def check_state(state: State, plan: Plan) -> None:
         holds(e.lane != "survivor" or not e.exact, f"{p.id} survives and is exact")
         if e.lane == "survivor" and not e.reused:
             holds(set(e.not_attended) <= set(p.unseen), f"{p.id} survives behind chunks it should have absorbed")
-            holds(not front.intersection(e.evicted_antecedents), f"{p.id} lost an antecedent that stands in front")
+            holds(not preceding.intersection(e.evicted_antecedents), f"{p.id} lost an antecedent that stands in front")
         if e.lane == "edited":
             holds(not e.exact and state.fidelity.mode != "exact", f"{p.id} is edited and exact")
         if e.lane in ("computed", "formed"):
             holds(e.compute == p.tokens, f"{p.id} is computed at no cost")
             holds(e.exact == exact, f"{p.id} is exact behind an approximation, or the other way round")
         exact = exact and e.exact
-        front.add(p.id)
+        preceding.add(p.id)

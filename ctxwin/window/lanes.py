@@ -25,7 +25,7 @@ from ctxwin.engines.segments import gap_runs
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Antecedents
-from ctxwin.window.changes import common_front, with_fields
+from ctxwin.window.changes import common_prefix_length, with_fields
 from ctxwin.window.choice import SAVES_MS, Choice, Premises, ServedMemo
 from ctxwin.window.continuation import Selection
 from ctxwin.window.edited_text import Differences, EditedText
@@ -106,52 +106,52 @@ def choose(
         raise ValueError("fidelity must be resolved before lanes are chosen, got mode='auto'")
     prices, memo, fidelity, placed = prices or Prices(), memo or {}, _interned(fidelity), (*state.placed,)
     ids, offset = placed_order(state.placed), state.system_prompt_tokens
-    front, survival, differences = Prefix.of(state, ids), Survival(ids), None
+    prefix, survival, differences = Prefix.of(state, ids), Survival(ids), None
     if engine is not None and fidelity.allows("edited"):
         differences = Differences(state, engine, fidelity.edited_tokens or 0)
     request_ms, of_load = prices.request_ms, cache(prices.of_load)
-    none, choices = front.antecedents, list[Choice]()
-    basis, same = previous[0].premises if previous else None, bool(previous) and previous[0].front.gives_kv_of(front)
+    none, choices = prefix.antecedents, list[Choice]()
+    basis, same = previous[0].premises if previous else None, bool(previous) and previous[0].prefix.gives_kv_of(prefix)
     if not same or basis is None or basis.fidelity is not fidelity:
         unchanged = 0
     # A chunk that must be exact needs an exact prefix. Where this fidelity chose, there was none.
     last = max(compress(count(unchanged), map(attrgetter("exact_only"), placed[unchanged:])), default=-1)
     if unchanged and last < 0:
         choices, offset = list(previous[:unchanged]), tokens
-        front = previous[unchanged].front if unchanged < len(previous) else choices[-1].next_front
+        prefix = previous[unchanged].prefix if unchanged < len(previous) else choices[-1].next_prefix
     else:
-        unchanged, front = 0, previous[0].front if same else front
+        unchanged, prefix = 0, previous[0].prefix if same else prefix
     olds = (chain(part, repeat(None)) for part in (previous[unchanged:], previous[unchanged + 1 :]))
     for i, (entry, old, next_old) in enumerate(zip(placed[unchanged:], *olds, strict=False), unchanged):
         # A forward right after another, or right before the query, shares its request; gaps are computed at once.
         joins = entry is placed[-1] or (i > 0 and choices[-1].compute)
         allowed = _EXACTLY if i <= last else fidelity
-        next_front, choice = next_old and next_old.front, None
-        premises = old.premises if old is not None and old.front is front and old.entry is entry else None
+        next_prefix, choice = next_old and next_old.prefix, None
+        premises = old.premises if old is not None and old.prefix is prefix and old.entry is entry else None
         if old is not None and premises is not None and premises.fidelity is allowed:
             choice = _unchanged(old, premises, joins, offset, memo, prices, of_load)
         if choice is not None:
             choices.append(choice)
-            front = next_front or front.extended_by(entry, choice.conditioning)
+            prefix = next_prefix or prefix.extended_by(entry, choice.conditioning)
         else:
-            if front.antecedents.run != ids.run:  # what is made anew is named by the newest order
-                front = with_fields(front, antecedents=ids.through(placed[i - 1].id, i) if i else none)
+            if prefix.antecedents.run != ids.run:  # what is made anew is named by the newest order
+                prefix = with_fields(prefix, antecedents=ids.through(placed[i - 1].id, i) if i else none)
             stored: dict[str, bool] = {}
             look = partial(_look_up, has, stored)
-            admissible = _admissible(state, entry, front, survival, differences, allowed, look, memo)
+            admissible = _admissible(state, entry, prefix, survival, differences, allowed, look, memo)
             linked = i > 0 and choices[-1].partial_base is not None
             request, lone = (0.0 if free else request_ms for free in (joins, linked))
             choice, is_first = _cheapest(admissible, prices, offset, request, lone)
             conditioning = choice.conditioning
             if not (choice.compute or choice.form_canonical or choice.partial_base):
-                if old is not None and old.front is front and old.conditioning == conditioning:
+                if old is not None and old.prefix is prefix and old.conditioning == conditioning:
                     conditioning = old.conditioning  # what is loaded goes by it
                 premises = Premises(allowed, stored, joins) if is_first else None
                 choice = with_fields(choice, conditioning=conditioning, premises=premises)
             choices.append(choice)
-            front = front.extended_by(entry, conditioning)
-            if next_front is not None and next_front.antecedents.run == ids.run and next_front == front:
-                front = next_front  # what is behind it goes on
+            prefix = prefix.extended_by(entry, conditioning)
+            if next_prefix is not None and next_prefix.antecedents.run == ids.run and next_prefix == prefix:
+                prefix = next_prefix  # what is behind it goes on
         offset += entry.tokens
     return choices
 
@@ -183,7 +183,7 @@ def _unchanged(
     """Return an earlier choice of a chunk that has the same prefix, at its price now; None where it must be made anew."""
     kv, tokens = old.conditioning, old.entry.tokens
     if old.reused:
-        last_served = memo.get(old.front.contents_with(old.entry))
+        last_served = memo.get(old.prefix.contents_with(old.entry))
         if last_served is None or last_served.conditioning is not kv:
             return None
     ms = of_load(kv.slots or tokens, prices.tier(kv.span), prices.tier(kv.patch) if kv.patch else "")
@@ -216,7 +216,7 @@ def _cheapest(
 def _admissible(
     state: State,
     entry: Placed,
-    front: Prefix,
+    prefix: Prefix,
     survival: Survival,
     differences: Differences | None,
     fidelity: Fidelity,
@@ -225,59 +225,59 @@ def _admissible(
 ) -> Iterator[Choice]:
     """Yield all admissible choices for a chunk, in order; a forward comes last."""
     if not entry.conditioned or fidelity.mode == "blind":
-        conditioning = _canonical(state, entry, front, has)
-        yield Choice(entry, "canonical", front, conditioning, form_canonical=not has(conditioning.span))
+        conditioning = _canonical(state, entry, prefix, has)
+        yield Choice(entry, "canonical", prefix, conditioning, form_canonical=not has(conditioning.span))
         return
 
-    here = front.computed(entry.chunk_id, "resident")
+    here = prefix.computed(entry.chunk_id, "resident")
     previous = entry.kv
     lane: Lane = "formed" if entry.seen and fidelity.mode != "exact" else "computed"
     exactly = span_key(here.provenance)
     if fidelity.allows("resident") and has(exactly):
         conditioning = here.model_copy(update={"exact": True, "depth": 0, "span": exactly, "difference": None})
-        yield Choice(entry, "resident", front, conditioning)
-        if front.exact:
-            yield Choice(entry, lane, front, here.model_copy(update={"lane": lane}), compute=True)
+        yield Choice(entry, "resident", prefix, conditioning)
+        if prefix.exact:
+            yield Choice(entry, lane, prefix, here.model_copy(update={"lane": lane}), compute=True)
         return
 
     if fidelity.mode == "exact":
         if fidelity.allows("resident") and has(here.span):  # computed behind the same clean views
-            yield Choice(entry, "resident", front, here)
+            yield Choice(entry, "resident", prefix, here)
     else:
         reusable = previous if previous and has(previous.span) and has(previous.patch or previous.span) else None
         if reusable and reusable.slots is not None and not fidelity.allows("merged"):
             reusable = None
-        gaps = survival.of(entry, front.antecedents) if reusable else None
-        edited = differences.of(entry, front.length) if reusable and differences else None
+        gaps = survival.of(entry, prefix.antecedents) if reusable else None
+        edited = differences.of(entry, prefix.length) if reusable and differences else None
         same = previous is not None and previous.provenance == here.provenance
         removes = fidelity.survivors == "removal" and previous and not previous.slots and has(previous.span)
-        if previous and removes and (gaps or same or _changed_little(previous, front)):
+        if previous and removes and (gaps or same or _changed_little(previous, prefix)):
             # The residue of a patch over it consists of what its base absorbed.
             absorbed = interval_union(here.absorbed, previous.absorbed)
             here = here.model_copy(update={"base": previous.span, "absorbed": absorbed})
-        yield from _own_kv(entry, front, here, reusable, gaps, edited, fidelity, has)
-        yield from _patches(state, entry, front, here, canonical_key(state, entry.chunk_id)[1], fidelity, has)
-        earlier = memo.get(front.contents_with(entry))
+        yield from _own_kv(entry, prefix, here, reusable, gaps, edited, fidelity, has)
+        yield from _patches(state, entry, prefix, here, canonical_key(state, entry.chunk_id)[1], fidelity, has)
+        earlier = memo.get(prefix.contents_with(entry))
         keys = [earlier.conditioning.span, earlier.conditioning.patch] if earlier else []
         allowed = earlier and fidelity.allows(earlier.lane) and (earlier.lane != "survivor" or fidelity.keeps_survivors)
         if earlier and allowed and all(has(key) for key in keys if key):
-            reuse = Choice(entry, earlier.lane, front, earlier.conditioning, reused=True)
+            reuse = Choice(entry, earlier.lane, prefix, earlier.conditioning, reused=True)
             yield replace(reuse, not_attended=earlier.not_attended, evicted_antecedents=earlier.evicted_antecedents)
         if fidelity.allows("partial"):
-            yield from _partial(state, entry, front, here, fidelity, has)
-    yield Choice(entry, lane, front, here.model_copy(update={"lane": lane}), compute=True)
+            yield from _partial(state, entry, prefix, here, fidelity, has)
+    yield Choice(entry, lane, prefix, here.model_copy(update={"lane": lane}), compute=True)
 
 
-def _changed_little(previous: Conditioning, front: Prefix) -> bool:
+def _changed_little(previous: Conditioning, prefix: Prefix) -> bool:
     """Return True if at least half of what KV absorbed, and of what precedes it now, is the same, in any order: then a new patch
     over it corrects it (Kamera, appendix D, "The cheapest correct refresh")."""
-    was, now = set(previous.antecedents), front.antecedents
+    was, now = set(previous.antecedents), prefix.antecedents
     return 2 * sum(placement in was for placement in now) >= max(1, len(was), len(now))
 
 
 def _own_kv(
     entry: Placed,
-    front: Prefix,
+    prefix: Prefix,
     here: Conditioning,
     reusable: Conditioning | None,
     gaps: tuple[Sequence[str], Evicted] | None,
@@ -289,19 +289,19 @@ def _own_kv(
     same = reusable is not None and reusable.provenance == here.provenance
     if fidelity.allows("resident"):
         if reusable and same and reusable.patch is None and reusable.slots is None:
-            yield Choice(entry, "resident", front, _served_as(reusable, here, reusable.lane))
+            yield Choice(entry, "resident", prefix, _served_as(reusable, here, reusable.lane))
         elif has(here.span):
-            yield Choice(entry, "resident", front, here)
+            yield Choice(entry, "resident", prefix, here)
     if reusable and same and reusable.patch:
         kind: Lane = "orbit" if reusable.patch.startswith("orbit/") else "patched"
         if fidelity.allows(kind):
-            yield Choice(entry, kind, front, _served_as(reusable, here, kind))
+            yield Choice(entry, kind, prefix, _served_as(reusable, here, kind))
     if reusable and same and reusable.slots is not None:
-        yield Choice(entry, "merged", front, _served_as(reusable, here, "merged"))
+        yield Choice(entry, "merged", prefix, _served_as(reusable, here, "merged"))
     if reusable and edited:
         changes = {"exact": False, "depth": reusable.depth + 1, "lane": "edited", "difference": edited.difference}
         yield Choice(
-            entry, "edited", front, reusable.model_copy(update=changes),
+            entry, "edited", prefix, reusable.model_copy(update=changes),
             not_attended=edited.not_attended, evicted_antecedents=edited.evicted_antecedents,
         )  # fmt: skip
     if reusable and gaps and fidelity.survivors == "slid" and not gaps[1].first:
@@ -310,7 +310,7 @@ def _own_kv(
         # In fewer slots it is that, whatever left in front of it.
         lane: Lane = "survivor" if reusable.slots is None else "merged"
         conditioning = reusable.model_copy(update={"exact": False, "depth": reusable.depth + 1, "lane": lane})
-        yield Choice(entry, lane, front, conditioning, not_attended=gaps[0], evicted_antecedents=gaps[1])
+        yield Choice(entry, lane, prefix, conditioning, not_attended=gaps[0], evicted_antecedents=gaps[1])
 
 
 def _served_as(kv: Conditioning, here: Conditioning, lane: Lane) -> Conditioning:
@@ -322,25 +322,25 @@ def _served_as(kv: Conditioning, here: Conditioning, lane: Lane) -> Conditioning
 
 
 def _patches(
-    state: State, entry: Placed, front: Prefix, here: Conditioning, base: str, fidelity: Fidelity, has: Has
+    state: State, entry: Placed, prefix: Prefix, here: Conditioning, base: str, fidelity: Fidelity, has: Has
 ) -> Iterator[Choice]:
     """Yield choices that serve a base with a stored patch."""
     if fidelity.allows("patched"):
         for start in filter(None, (here.base, base)):
             patch = patch_key(here.provenance, start, fidelity.patch_name)
             if has(patch) and has(start):
-                yield Choice(entry, "patched", front, patched_conditioning(here, "patched", start, patch))
-    if fidelity.allows("orbit") and 0 < front.length <= MAX_ORBIT:
-        contents = [p.chunk_id for p in state.placed[: front.length]]
+                yield Choice(entry, "patched", prefix, patched_conditioning(here, "patched", start, patch))
+    if fidelity.allows("orbit") and 0 < prefix.length <= MAX_ORBIT:
+        contents = [p.chunk_id for p in state.placed[: prefix.length]]
         for patch in orbit_keys(state.system_prompt_key, entry.chunk_id, contents, fidelity.patch_name):
             if has(patch) and has(base):
                 # Formed from observations of a larger set, and anew of another one later: it may carry something of any chunk.
                 orbit = patched_conditioning(here, "orbit", base, patch)
-                yield Choice(entry, "orbit", front, orbit.model_copy(update={"absorbed": EVERY_ARRIVAL}))
+                yield Choice(entry, "orbit", prefix, orbit.model_copy(update={"absorbed": EVERY_ARRIVAL}))
                 break
 
 
-def _canonical(state: State, entry: Placed, front: Prefix, has: Has) -> Conditioning:
+def _canonical(state: State, entry: Placed, prefix: Prefix, has: Has) -> Conditioning:
     """Return the conditioning of a chunk's canonical, stored or not: after the window's system prompt, or after the empty one
     if only that is stored."""
     header = state.system_prompt_key
@@ -348,28 +348,28 @@ def _canonical(state: State, entry: Placed, front: Prefix, has: Has) -> Conditio
     if entry.conditioned and not has(base) and has(neutral_key(state, entry.chunk_id)):
         header = state.neutral_key  # formed for a library, for windows of any system prompt
     alone = Prefix(Antecedents(), header, "").computed(entry.chunk_id, "canonical")
-    exact = not front.length and header == state.system_prompt_key
+    exact = not prefix.length and header == state.system_prompt_key
     return alone.model_copy(update={"exact": exact, "depth": int(not exact)})
 
 
 def _partial(
-    state: State, entry: Placed, front: Prefix, here: Conditioning, fidelity: Fidelity, has: Has
+    state: State, entry: Placed, prefix: Prefix, here: Conditioning, fidelity: Fidelity, has: Has
 ) -> Iterator[Choice]:
     """Yield the choice that computes all text and the first tokens of each picture in context; the canonical gives the rest
     (MPIC, section 4).
 
     Without a stored canonical the chunk is computed whole, which takes less than forming one first.
     """
-    base, count = _canonical(state, entry, front, has), fidelity.recompute or 0
+    base, count = _canonical(state, entry, prefix, has), fidelity.recompute or 0
     if not has(base.span):
         return
-    key = partial_key(here.provenance, front.approximations, base.span, count)
+    key = partial_key(here.provenance, prefix.approximations, base.span, count)
     changes = {"exact": False, "depth": 1 + here.depth, "lane": "partial", "span": key, "base": None}
     conditioning = here.model_copy(update=changes)
     if has(key):
-        yield Choice(entry, "resident", front, conditioning)
+        yield Choice(entry, "resident", prefix, conditioning)
         return
-    choice = Choice(entry, "partial", front, conditioning, partial_base=base, recompute=count)
+    choice = Choice(entry, "partial", prefix, conditioning, partial_base=base, recompute=count)
     if choice.recomputed_tokens < entry.tokens:
         yield choice
 
@@ -397,7 +397,7 @@ def plan_of(
     token_bytes = kv.span_bytes(1, 4 if kv.dtype == "float32" else 2)
     choices, entries = selection.choices, list[PlanEntry]()
     offset, start = state.system_prompt_tokens, state.system_prompt_advance
-    if unchanged := common_front(previous[0], choices):
+    if unchanged := common_prefix_length(previous[0], choices):
         old_entries, ms = previous[1][:unchanged], selection.ms[:unchanged]
         same = ms == previous[2][:unchanged]
         entries += old_entries if same else [with_fields(e, ms=price) for e, price in zip(old_entries, ms, strict=True)]
@@ -438,29 +438,21 @@ def steps_of(
 ) -> tuple[tuple[PlanRequest, ...], float]:
     """Return the engine's requests for ``selection``, and milliseconds up to the first token without the query's tokens.
 
-    ``system_prompt`` is the key of its KV, stored or not.
+    They come in order: canonicals after the system prompt, one for each run of computed chunks that is followed by loaded
+    ones, with all gaps that are computed at once as one, then the answer. ``system_prompt`` is the key of its KV, stored or not.
     """
-    resident, tokens = has(system_prompt), state.system_prompt_tokens
-    canonicals = {c.entry.chunk_id: c.entry.tokens for c in selection.choices[selection.standing :] if c.form_canonical}
-    steps = _steps(tokens, resident, selection, list(canonicals.values()))
-    return steps, prices.of_ask(selection.ms, len(steps), tokens, resident, system_prompt)
-
-
-def _steps(
-    system_prompt: int, system_prompt_resident: bool, selection: Selection, canonicals: Sequence[int]
-) -> tuple[PlanRequest, ...]:
-    """Return the engine's requests in order: canonicals after the system prompt, one for each run of computed chunks that is
-    followed by loaded ones, with all gaps that are computed at once as one, then the answer."""
+    choices, standing, prompt_tokens = selection.choices, selection.standing, state.system_prompt_tokens
+    canonicals = {c.entry.chunk_id: c.entry.tokens for c in choices[standing:] if c.form_canonical}
+    was_resident = resident = has(system_prompt)
     steps: list[PlanRequest] = []
-    if canonicals and system_prompt and not system_prompt_resident:
-        steps.append(PlanRequest("system_prompt", system_prompt, system_prompt))
-        system_prompt_resident = True
-    steps += [PlanRequest("canonical", system_prompt + tokens, tokens) for tokens in canonicals]
-    layout = [(system_prompt, None if system_prompt_resident else False)]
-    choices, standing = selection.choices, selection.standing
+    if canonicals and prompt_tokens and not resident:
+        steps.append(PlanRequest("system_prompt", prompt_tokens, prompt_tokens))
+        resident = True
+    steps += [PlanRequest("canonical", prompt_tokens + tokens, tokens) for tokens in canonicals.values()]
+    layout = [(prompt_tokens, None if resident else False)]
     rest = (i for i, c in enumerate(choices[standing:], standing) if c.compute or c.partial_base is not None)
     loaded = next(rest, len(choices))
-    layout.append((selection.ends[loaded - 1] - system_prompt if loaded else 0, None))
+    layout.append((selection.ends[loaded - 1] - prompt_tokens if loaded else 0, None))
     layout += [
         (tokens, c.partial_base is not None if compute else None)
         for c in choices[loaded:]
@@ -477,4 +469,5 @@ def _steps(
             computed = 0
         total += tokens
         computed += tokens * (gap is not None)
-    return (*steps, PlanRequest("answer", total, computed))
+    steps.append(PlanRequest("answer", total, computed))
+    return tuple(steps), prices.of_ask(selection.ms, len(steps), prompt_tokens, was_resident, system_prompt)

@@ -77,7 +77,7 @@ class Layout:
 
     def end(self, state: State) -> Prefix:
         """Return the prefix of a chunk that is appended."""
-        return self.choices[-1].next_front if self.choices else Prefix.of(state)
+        return self.choices[-1].next_prefix if self.choices else Prefix.of(state)
 
     def as_computed(self, state: State) -> Layout:
         """Return this layout as served when the engine could load nothing: all of it computed in place, and exact."""
@@ -110,10 +110,10 @@ def salt_of(segments: Sequence[Segment], previous: Salt | None = None, same: int
 def computed_choices(state: State, prices: Prices) -> list[Choice]:
     """Return the choices by which all placed chunks are computed in place."""
     choices: list[Choice] = []
-    front, offset = Prefix.of(state), state.system_prompt_tokens
+    prefix, offset = Prefix.of(state), state.system_prompt_tokens
     for entry in state.placed:
-        conditioning = front.computed(entry.chunk_id, "computed")
-        choice = Choice(entry, "computed", front, conditioning, compute=True)
+        conditioning = prefix.computed(entry.chunk_id, "computed")
+        choice = Choice(entry, "computed", prefix, conditioning, compute=True)
         choices.append(replace(choice, ms=prices.of(choice, offset)))
-        front, offset = front.extended_by(entry, conditioning), offset + entry.tokens
+        prefix, offset = prefix.extended_by(entry, conditioning), offset + entry.tokens
     return choices

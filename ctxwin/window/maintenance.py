@@ -156,8 +156,8 @@ class Maintenance:
             for i, p in enumerate(state.placed):
                 if p.id in chosen:
                     # Re-forming a chunk changes the provenance of later ones: go on with the layout from it.
-                    front = state.replace(placed=state.placed[: i + 1])
-                    layout = self.core.assembly.build_layout(front, self.core.fidelity, work)
+                    beginning = state.replace(placed=state.placed[: i + 1])
+                    layout = self.core.assembly.build_layout(beginning, self.core.fidelity, work)
                     if layout.choices[i].conditioning.exact and not layout.choices[i].compute:
                         continue
                     state = reform(self.core.assembly, state, i, layout, work)
@@ -278,9 +278,9 @@ def _compress(core: WindowCore, state: State, p: Placed, demand: Demand | None, 
         return p
     refused = repo.counters.refused
     base, formed = assembly.canonical(state, p, None, Work(background=True))
-    front = states_at_conditioning(assembly, state, p) if core.engine.spec.kv.recurrent else None
+    states = states_at_conditioning(assembly, state, p) if core.engine.spec.kv.recurrent else None
     absorbed = stored[1].get("absorbed", ())
-    form = partial(assembly.form, stored[0], base, kv.provenance, encoded, core.fidelity, absorbed, front)
+    form = partial(assembly.form, stored[0], base, kv.provenance, encoded, core.fidelity, absorbed, states)
     key = form()
     if key is None and repo.counters.refused > refused and repo.leases(kv.span) == core.leases.windows(kv.span) == 1:
         repo.delete(kv.span)  # the store is full: what replaces it takes its place

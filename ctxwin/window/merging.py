@@ -43,7 +43,7 @@ def merge_placed(
     attended = assembly.engine.attended(layout.segments[: index + 1], segment.encoded, segment.start, tally=work)
     conditioning, span = choice.conditioning, segment.span
     if span is None or choice.partial_base is not None or choice.lane == "edited":
-        conditioning, span = choice.front.computed(entry.chunk_id, "formed"), attended.span
+        conditioning, span = choice.prefix.computed(entry.chunk_id, "formed"), attended.span
     elif segment.patch is not None:
         span = apply_patch(span, segment.patch, assembly.engine.spec.kv, segment.start)
     span = relocate(span, assembly.engine.spec.kv, segment.start)
@@ -69,8 +69,8 @@ def merge_evicted(assembly: Assembly, state: State, evicted: Placed, share: floa
         span = apply_patch(span, patch, assembly.engine.spec.kv, 0)
         absorbed += patch.meta.get("absorbed", ())
     work = Work(background=True)
-    front = [assembly.system_prompt(state, work)]
-    attended = assembly.engine.attended(front, encoded, state.system_prompt_advance, tally=work)
+    preceding = [assembly.system_prompt(state, work)]
+    attended = assembly.engine.attended(preceding, encoded, state.system_prompt_advance, tally=work)
     return _merge(assembly, evicted, kv, encoded, span, attended.sums, share, absorbed, dropped)
 
 

@@ -60,11 +60,11 @@ def observe_order(
     from ctxwin.kv.orbit import mixture, update_mean
 
     repo = provider.engine.repo
-    *front, entry = state.placed[: index + 1]
+    *preceding, entry = state.placed[: index + 1]
     _, base_key = canonical_key(state, entry.chunk_id)
-    if not 2 <= len(front) <= MAX_ORBIT or not provider.has(base_key):
+    if not 2 <= len(preceding) <= MAX_ORBIT or not provider.has(base_key):
         return False
-    contents = [p.chunk_id for p in front]
+    contents = [p.chunk_id for p in preceding]
     key_of = partial(orbit_key, state.system_prompt_key, entry.chunk_id, contents)
     mean_key, order = key_of(f"{fidelity.patch_name},met"), digest("order", contents)
     encoded, spec = provider.engine.encode(entry.chunk), provider.engine.spec
@@ -72,7 +72,7 @@ def observe_order(
     orders = [] if mean is None else mean.meta["met"]
     if base is None or order in orders or len(orders) >= OBSERVED_ORDERS[0]:
         return False
-    lost = None
+    mean_deficit = None
     if key and not orders:
         note = f"chunk/{mean_key.removeprefix('orbit/')}"
         noted = repo.get_json(note)
@@ -83,10 +83,10 @@ def observe_order(
         if first is None:
             return repo.put_json(note, [order, key.removeprefix("span/")])
         orders, both = [earlier], (first[0], conditioned)
-        lost = mixture([deficit(span, base[0], spec.kv) for span in both], [0.5, 0.5])
+        mean_deficit = mixture([deficit(span, base[0], spec.kv) for span in both], [0.5, 0.5])
     provider.know_basis(fidelity)
-    lost = lost or update_mean(mean, len(orders), deficit(conditioned, base[0], spec.kv))
-    patch = compress_deficit(lost, spec.model, spec.kv, fidelity)
+    mean_deficit = mean_deficit or update_mean(mean, len(orders), deficit(conditioned, base[0], spec.kv))
+    patch = compress_deficit(mean_deficit, spec.model, spec.kv, fidelity)
     absorbed = [content_name(content) for content in contents]
     patch.meta.update(orders=len(orders) + 1, met=[*orders, order], chunk=entry.chunk_id, absorbed=absorbed)
     repo.put_patch(mean_key, patch, serves=False)
@@ -171,11 +171,11 @@ def prepare(
                     provider.put(keys[i], part, encoded, provenance=provenance)
     provider.know_basis(fidelity)
 
-    def store(i: int, front: Sequence[int], lost: Deficit, among: Sequence[int], orders: int) -> bool:
-        patch = compress_deficit(lost, spec.model, spec.kv, fidelity)
+    def store(i: int, preceding: Sequence[int], mean: Deficit, among: Sequence[int], orders: int) -> bool:
+        patch = compress_deficit(mean, spec.model, spec.kv, fidelity)
         absorbed = [content_name(entries[a].chunk_id) for a in among]
         patch.meta.update(chunk=entries[i].chunk_id, absorbed=absorbed, orders=orders)
-        contents = [entries[a].chunk_id for a in front]
+        contents = [entries[a].chunk_id for a in preceding]
         key = orbit_key(state.system_prompt_key, entries[i].chunk_id, contents, fidelity.patch_name)
         provider.missing.discard(key)
         return repo.put_patch(key, patch)
@@ -186,15 +186,17 @@ def prepare(
         if base is None:
             continue
         if i in means:
-            mean, front = means[i], tuple(range(i))
-            done = [store(i, front, mean.mean, front, mean.count)]
+            mean, preceding = means[i], tuple(range(i))
+            done = [store(i, preceding, mean.mean, preceding, mean.count)]
         else:
-            sets, lost = [front for front, _ in observed[i]], [deficit(span, base, spec.kv) for _, span in observed[i]]
+            sets = [preceding for preceding, _ in observed[i]]
+            deficits = [deficit(span, base, spec.kv) for _, span in observed[i]]
             others = [a for a in range(k) if a != i]
             done = []
-            for front in (c for n in range(1, k) for c in combinations(others, n)):
-                weights = set_weights(sets, frozenset(front))
-                done.append(store(i, front, mixture(lost, weights), others, sets.count(frozenset(front))))
+            for preceding in (c for n in range(1, k) for c in combinations(others, n)):
+                among = frozenset(preceding)
+                mean_deficit = mixture(deficits, set_weights(sets, among))
+                done.append(store(i, preceding, mean_deficit, others, sets.count(among)))
         if all(done):
             covered.append(i)
     return covered

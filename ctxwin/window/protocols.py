@@ -144,7 +144,7 @@ class SpanProvider(Protocol):
     def put(self, key: str, span: SpanKV, encoded: Encoded, **fields: Any) -> None: ...
 
     def prefill_all(
-        self, front: Segment, encodeds: Sequence[Encoded], start: int, work: Work, entries: Iterable[Placed], /
+        self, preceding: Segment, encodeds: Sequence[Encoded], start: int, work: Work, entries: Iterable[Placed], /
     ) -> Iterable[SpanKV]: ...
 
 

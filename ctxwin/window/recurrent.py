@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from ctxwin.window.protocols import SpanProvider
 
 
-def states_after(front: States, segments: Iterable[Segment]) -> States:
-    """Return the states of a hybrid after spans served after ``front``; maps are composed where spans are approximate."""
+def states_after(preceding: States, segments: Iterable[Segment]) -> States:
+    """Return the states of a hybrid after spans served after ``preceding``; maps are composed where spans are approximate."""
     for segment in segments:
         assert segment.span is not None
         states = segment.span.states
         if segment.approximate:
             patched = states if segment.patch is None else recondition_states(states, segment.patch.states)
-            states = compose_states(front, patched)
-        front = states
-    return front
+            states = compose_states(preceding, patched)
+        preceding = states
+    return preceding
 
 
 def preceding_states(layout: Layout, captured: Mapping[int, SpanKV], index: int) -> States | None:
@@ -51,17 +51,17 @@ def states_at_conditioning(provider: SpanProvider, state: State, entry: Placed) 
     Cost: a read of the span that stood in front, and of those in front of that as long as they are patched.
     """
     entries = {p.id: p for p in (*state.placed, *state.evicted)}
-    front, fronts = Prefix.of(state), list[Placed]()
+    prefix, preceding = Prefix.of(state), list[Placed]()
     for antecedent in entry.kv.antecedents if entry.kv else ():
         p = entries.get(antecedent)
-        if p is None or p.kv is None or not _was_conditioned_on(p, front):
+        if p is None or p.kv is None or not _was_conditioned_on(p, prefix):
             return None
-        fronts.append(p)
-        front = front.extended_by(p, p.kv)
-    if not _was_conditioned_on(entry, front):
+        preceding.append(p)
+        prefix = prefix.extended_by(p, p.kv)
+    if not _was_conditioned_on(entry, prefix):
         return None
     segments: list[Segment] = []
-    for p in reversed(fronts):
+    for p in reversed(preceding):
         segment = _stored_segment(provider, p)
         if segment is None:
             return None
@@ -72,8 +72,8 @@ def states_at_conditioning(provider: SpanProvider, state: State, entry: Placed) 
     return None if opening is None else states_after(opening[0].states, segments)
 
 
-def _was_conditioned_on(entry: Placed, front: Prefix) -> bool:
-    return entry.kv is not None and front.computed(entry.chunk_id, "resident").provenance == entry.kv.provenance
+def _was_conditioned_on(entry: Placed, prefix: Prefix) -> bool:
+    return entry.kv is not None and prefix.computed(entry.chunk_id, "resident").provenance == entry.kv.provenance
 
 
 def _stored_segment(provider: SpanProvider, entry: Placed) -> Segment | None:

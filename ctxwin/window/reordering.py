@@ -38,10 +38,9 @@ def reorder_advice(state: State, computed: Mapping[str, int]) -> ReorderAdvice |
     if not any(p.seen for p in reversed(state.placed) if p.id in computed):
         return None
     conditioned = [p for p in state.placed if p.kv is not None and p.kv.antecedents.length]
-    if not conditioned:
+    last = max(conditioned, key=lambda p: p.kv.antecedents.length if p.kv else 0, default=None)
+    if last is None or last.kv is None:
         return None
-    last = max(conditioned, key=lambda p: p.kv.antecedents.length if p.kv else 0)
-    assert last.kv is not None
     places = {placement: i for i, placement in enumerate((*last.kv.antecedents, last.id))}
     known = [(places[p.id], p) for p in state.placed if p.id in places]
     moved = next((i for i, (a, b) in enumerate(pairwise(known), start=1) if b[0] < a[0]), None)

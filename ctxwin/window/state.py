@@ -170,12 +170,12 @@ class State(BaseModel):
 
     @model_serializer(mode="wrap")
     def _packed(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fronts: dict[str, list[Antecedents | None]] = {}
+        antecedents: dict[str, list[Antecedents | None]] = {}
         bare = {}
         for name, chunks in (("placed", self.placed), ("evicted", self.evicted)):
-            fronts[name] = [p.kv.antecedents if p.kv else None for p in chunks]
+            antecedents[name] = [p.kv.antecedents if p.kv else None for p in chunks]
             bare[name] = tuple(p.replace(kv=p.kv and p.kv.without_antecedents()) for p in chunks)
-        packed = pack(handler(self.model_copy(update=bare)), fronts)
+        packed = pack(handler(self.model_copy(update=bare)), antecedents)
         return packed | {"format": FORMAT} if "orders" in packed else packed
 
     @model_validator(mode="before")

@@ -110,10 +110,10 @@ def context_of(state: State, entry: Placed) -> str:
 
 def likely_form(state: State, evicted: Placed, canonical_held: bool, keeps_survivors: bool) -> Form:
     """Return the cheapest form that serves ``evicted`` when `Window.recall` brings it back to its chronological place."""
-    front = list(state.placed.ids[: state.placed.place_behind(evicted.arrival)])
-    if not front and canonical_held:
+    preceding = list(state.placed.ids[: state.placed.place_behind(evicted.arrival)])
+    if not preceding and canonical_held:
         return "canonical"  # there it is exact
     absorbed = evicted.kv.antecedents if evicted.kv else ()
-    if front == list(absorbed) or (keeps_survivors and front == [a for a in absorbed if a in set(front)]):
+    if preceding == list(absorbed) or (keeps_survivors and preceding == [a for a in absorbed if a in set(preceding)]):
         return "conditioned"
     return "canonical" if canonical_held else "source"

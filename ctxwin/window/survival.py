@@ -50,14 +50,14 @@ class Survival:
     def _numbers(self) -> Numbers:
         return Numbers(self._places)
 
-    def of(self, entry: Placed, front: Antecedents) -> tuple[Sequence[str], Evicted] | None:
-        """Return ``not_attended`` and ``evicted_antecedents`` of a chunk behind ``front`` if it survives, else None."""
+    def of(self, entry: Placed, preceding: Antecedents) -> tuple[Sequence[str], Evicted] | None:
+        """Return ``not_attended`` and ``evicted_antecedents`` of a chunk behind ``preceding`` if it survives, else None."""
         if entry.kv is None or entry.kv.lane == "edited":
             return None  # it has none, or only behind another system prompt
-        was, now, index = entry.kv.antecedents, self._now, front.length
+        was, now, index = entry.kv.antecedents, self._now, preceding.length
         whole = was.order is now.order and was.whole and now.whole
         if whole and was.end == now.begin + index and was.begin <= now.begin:
-            return (), Evicted(was, front, now.begin - was.begin)
+            return (), Evicted(was, preceding, now.begin - was.begin)
         places = self._numbers.of(was)
         here = (places >= 0) & (places < index)
         shared = int(np.count_nonzero(here))
@@ -70,4 +70,4 @@ class Survival:
             if len(fresh) < index - shared:
                 return None
         gone = was.length - shared
-        return fresh, Evicted(was, front, gone, bool(here[gone:].all()))
+        return fresh, Evicted(was, preceding, gone, bool(here[gone:].all()))

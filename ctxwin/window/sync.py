@@ -132,11 +132,11 @@ def plan_sync(
 
 def _common(have: Sequence[str], want: Sequence[str]) -> list[tuple[int, int]]:
     """Return a longest common subsequence as (index into ``want``, index into ``have``), front-most where there are several."""
-    front = 0
-    while front < min(len(have), len(want)) and have[front] == want[front]:
-        front += 1
-    pairs = [(i, i) for i in range(front)]
-    a, b = have[front:], want[front:]
+    begin = 0
+    while begin < min(len(have), len(want)) and have[begin] == want[begin]:
+        begin += 1
+    pairs = [(i, i) for i in range(begin)]
+    a, b = have[begin:], want[begin:]
     longest = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i in reversed(range(len(a))):
         for j in reversed(range(len(b))):
@@ -145,7 +145,7 @@ def _common(have: Sequence[str], want: Sequence[str]) -> list[tuple[int, int]]:
     i = j = 0
     while i < len(a) and j < len(b):
         if a[i] == b[j]:
-            pairs.append((front + j, front + i))
+            pairs.append((begin + j, begin + i))
             i, j = i + 1, j + 1
         elif longest[i + 1][j] >= longest[i][j + 1]:
             i += 1
