@@ -14,7 +14,7 @@ from ctxwin.hashing import digest
 from ctxwin.library.prepared import prepared_key
 from ctxwin.library.records import Entry, Trace
 from ctxwin.window.core import open_windows
-from ctxwin.window.placement import stored_kv
+from ctxwin.window.placements import stored_kv
 from ctxwin.window.removed import is_removed
 
 if TYPE_CHECKING:

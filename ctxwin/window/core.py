@@ -23,7 +23,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.engines.forks import check_process
 from ctxwin.errors import ReadOnlyWindow, UnknownVersion, WindowBusy
 from ctxwin.hashing import digest
-from ctxwin.window import edits, placement
+from ctxwin.window import edits, placements
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.auditing import Auditing, open_audits
@@ -288,7 +288,7 @@ class WindowCore:
             got = type(chunk).__name__
             raise TypeError(f"chunk must be a ctxwin.Chunk, got {got}; make one with Chunk.text or Chunk.image")
         with self.counting_encodes():
-            entry = placement.placement(self.engine, state, chunk, self.seed)
+            entry = placements.new_placement(self.engine, state, chunk, self.seed)
         self.heartbeat()  # many pictures may arrive in one operation
         return entry
 
@@ -317,7 +317,7 @@ class WindowCore:
         """Return the chunks of an exact window that leave before all others; see `edits.free_tail`."""
         return edits.free_tail(state) if self.fidelity.mode == "exact" else []
 
-    def returning(self, state: State, evicted: str) -> Placed:
+    def evicted_entry(self, state: State, evicted: str) -> Placed:
         """An evicted chunk, encoded again: a restored window may run on another engine. Raises UnknownChunk, and
         ChunkUnavailable for one of a file that has left its library."""
         back = state.find_evicted(evicted)
@@ -353,7 +353,7 @@ class WindowCore:
         """
         state = self.state
         if system_prompt is not None and system_prompt != state.system_prompt:
-            state = placement.with_system_prompt(self.engine, state, system_prompt)
+            state = placements.with_system_prompt(self.engine, state, system_prompt)
         with self._guard:
             self.operations += 1
             seed = digest("fork", self.seed, self.id, self.operations)
@@ -400,7 +400,7 @@ class WindowCore:
             self._undo_version = previous
 
     def forget(self, state: State, entry: Placed) -> None:
-        """Commit ``state``, which carries nothing of ``entry``, and delete its stored KV and media; see `placement.forget`.
+        """Commit ``state``, which carries nothing of ``entry``, and delete its stored KV and media; see `placements.forget`.
 
         Old versions go, as they would bring it back. Other windows that hold it, placed or evicted, keep its media.
         """
@@ -416,7 +416,7 @@ class WindowCore:
             with _opening:
                 others = [core for core in _open[self.engine.repo] if core.id != self.id and not core.closed]
             held = [p for other in others for p in (*other.state.placed, *other.state.evicted)]
-            placement.forget(self.engine, state, entry, held)
+            placements.forget(self.engine, state, entry, held)
 
     def take_back(self, placement_id: str) -> None:
         """Return to the previous version if the only edit since was appending, ``placement_id`` among others."""
@@ -487,4 +487,4 @@ def restore_core(engine: Engine, state: State | dict[str, Any] | str, seed: str 
     if not state.window:
         state = state.replace(window=new_id(engine, uuid.uuid4().hex))
     name = Auditing(engine, state.fidelity).fidelity.patch_name
-    return WindowCore(engine, placement.rebind(engine, state, name), seed=seed)
+    return WindowCore(engine, placements.rebind(engine, state, name), seed=seed)

@@ -131,7 +131,7 @@ def drop_pending(state: State, placement: str, edit: Literal["evict", "toggle", 
     return update_entry(state, placement, pending={key: value for key, value in waiting.items() if key != edit})
 
 
-def leaving_soon(state: State) -> list[Placed]:
+def pending_evictions(state: State) -> list[Placed]:
     """Return the chunks whose eviction waits for a break of the prefix."""
     return [p for p in state.placed.pending if "evict" in p.pending]
 
@@ -146,7 +146,7 @@ def apply_pending(state: State, start: int = 0) -> tuple[State, list[Applied]]:
     An inserted chunk stays at the end where the chunk that it was to go before has left.
     """
     done: list[Applied] = []
-    if leaving := leaving_soon(state.replace(placed=state.placed[start:])):
+    if leaving := pending_evictions(state.replace(placed=state.placed[start:])):
         state = evict(state, leaving)
         done.append(("evict", [p.id for p in leaving], ""))
     order = [p.id for p in state.placed]
@@ -250,7 +250,7 @@ def leaving_for_budget(
         return leaving
     out = {p.id for p in leaving}
     state = state.replace(placed=state.placed.without(out)) if out else state
-    waiting = [p for p in reversed(leaving_soon(state)) if p.id not in stay]
+    waiting = [p for p in reversed(pending_evictions(state)) if p.id not in stay]
     alone = [waiting[:n] for n, tokens in enumerate(accumulate(p.tokens for p in waiting), 1) if tokens >= excess]
     if alone and (mark is None or not exact):
         return [*leaving, *alone[0]]

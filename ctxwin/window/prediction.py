@@ -57,7 +57,7 @@ def _by_count(turns: SlidePredictor, state: State, expected: int) -> list[Placed
     """As many leave as before the last question, in the order of the eviction."""
     count = len(turns.places) - len(turns.changes(state)[0])
     leaving = edits.free_tail(state)[: max(0, count)]
-    stay = [p.id for p in (*leaving, *edits.leaving_soon(state))]
+    stay = [p.id for p in (*leaving, *edits.pending_evictions(state))]
     others = edits.free_in_order(state, turns.ranked(state), stay)
     return leaving + list(islice(others, max(0, count - len(leaving))))
 
@@ -109,7 +109,7 @@ class SlidePredictor:
 
     def note_lazy(self, state: State) -> None:
         """Note which chunks leave with the next break of the prefix: no rule is to foresee them."""
-        self._lazy |= {p.id for p in edits.leaving_soon(state)}
+        self._lazy |= {p.id for p in edits.pending_evictions(state)}
 
     def forget(self) -> None:
         """Drop the turn's first state, which holds what is forgotten; the turn is not judged."""
@@ -156,7 +156,7 @@ class SlidePredictor:
             departed = tuple(i for i, placement in enumerate(base.placed.ids) if placement in left)
             arrived = [p for p in state.placed if p.id not in base_ids]
             # No rule foresees what an edit had leave lazily: for an early one before the turn, for a late one until its end.
-            early_lazy, lazy = {p.id for p in edits.leaving_soon(base)} - present, self._lazy - present
+            early_lazy, lazy = {p.id for p in edits.pending_evictions(base)} - present, self._lazy - present
             entries = (p.replace(pending={"evict": ""}) if p.id in lazy else p for p in (*base.placed, *arrived))
             full = base.replace(placed=tuple(entries))
             for rule, early in self._early.items():

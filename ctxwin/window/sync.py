@@ -46,7 +46,7 @@ def sync(core: WindowCore, chunks: Iterable[Chunk]) -> list[str]:
     """
     target = list(chunks)
     with core.writing() as state:
-        steps = sync_steps(state, target, core.place, core.returning)
+        steps = sync_steps(state, target, core.place, core.evicted_entry)
         for new, edit, ids in steps:  # nothing can fail from here on
             appended = edit.op == "insert" and edit.at == len(new.placed) - 1
             core.commit(new, "append" if appended else edit.op, ids)
@@ -58,14 +58,14 @@ def sync_steps(
     state: State,
     target: Sequence[Chunk],
     place: Callable[[State, Chunk], Placed],
-    returning: Callable[[State, str], Placed],
+    evicted_entry: Callable[[State, str], Placed],
     *,
     move: bool = True,
 ) -> list[tuple[State, Edit, tuple[str, ...]]]:
     """Return the versions on the way from ``state`` to one that places ``target``, each with its edit and its placements.
 
     Args:
-        place: a new placement of a chunk; returning: an evicted one, by id, as it is placed again.
+        place: a new placement of a chunk; evicted_entry: an evicted one, by id, as it is placed again.
         move: see `plan_sync`.
     """
     named = [(p.id, p.chunk_id) for p in state.placed]
@@ -79,7 +79,7 @@ def sync_steps(
         elif edit.op == "reorder":
             state = edits.reorder(state, ids)
         elif edit.op == "recall":
-            state, _ = edits.recall(state, returning(state, ids[0]), edit.at)
+            state, _ = edits.recall(state, evicted_entry(state, ids[0]), edit.at)
         else:
             entry = place(state, target[edit.at])
             if edit.at == len(state.placed):

@@ -21,8 +21,7 @@ from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.store import parse_bytes
 from ctxwin.validation import as_list, check_flags, check_integer
-from ctxwin.window import edits
-from ctxwin.window import placement as placing
+from ctxwin.window import edits, placements
 from ctxwin.window.answer import Answer, Disposability, amend
 from ctxwin.window.ask import AskOptions, OnToken, Question, ask, disposable, exchange, not_stopped, split_choices
 from ctxwin.window.core import WindowCore, new_id, restore_core
@@ -86,7 +85,7 @@ class Window(WindowReader):
         check_integer("budget", budget, 1, limit, " (what the engine takes)")
         if budget_bytes is not None:
             budget = min(budget, parse_bytes(budget_bytes) // engine.spec.kv.token_bytes)
-        state = placing.initial_state(engine, system_prompt, budget, fidelity or Fidelity())
+        state = placements.initial_state(engine, system_prompt, budget, fidelity or Fidelity())
         if low_water is not None:
             state = state.replace(low_water="auto" if low_water == "auto" else mark_tokens(low_water, budget))
         if prefill not in (None, "idle"):
@@ -95,7 +94,7 @@ class Window(WindowReader):
         self._bind(WindowCore(engine, state.replace(window=new_id(engine, uuid.uuid4().hex))), eviction, retrieval)
 
     @classmethod
-    def over(cls, core: WindowCore, eviction: Eviction | None = None, retrieval: Retrieval | None = None) -> Self:
+    def from_core(cls, core: WindowCore, eviction: Eviction | None = None, retrieval: Retrieval | None = None) -> Self:
         """A window, of the class it is called on, over a core that exists: a branch's, an old version's or a restored one's."""
         window = cls.__new__(cls)
         window._bind(core, eviction, retrieval)
@@ -113,7 +112,7 @@ class Window(WindowReader):
         Fewer are kept where each has many chunks that the next one changed, but always 16. Every edit makes one version; `adopt`
         may skip some, which are read as the one before. Raises UnknownVersion.
         """
-        return Window.over(self.core.at(version), self.eviction, self.retrieval)
+        return Window.from_core(self.core.at(version), self.eviction, self.retrieval)
 
     def undo(self) -> None:
         """Take back the last edit that is not taken back yet, as a new version; an answer is no edit.
@@ -222,14 +221,14 @@ class Window(WindowReader):
         if count is not None and to is not None:
             raise ValueError(f"slide must have a count or to, got {count!r} and {to!r}; leave one out")
         with self.core.writing() as state:
-            soon, tail = edits.leaving_soon(state), self.core.free_tail(state)
+            soon, tail = edits.pending_evictions(state), self.core.free_tail(state)
             if to is not None:
                 mark = mark_tokens(to, self.budget, "to")
                 self._note_room(reserve_tokens, mark)
                 smaller = state.replace(budget=mark, low_water=None)
                 leaving = edits.leaving_for_budget(smaller, self.eviction.order(self), reserve_tokens, tail=tail)
             elif count is None:
-                leaving = self._leaving(state, reserve_tokens)
+                leaving = self._choose_leaving(state, reserve_tokens)
             else:
                 leaving = tail[:count]
                 others = edits.free_in_order(state, self.eviction.order(self), [p.id for p in (*leaving, *soon)])
@@ -266,7 +265,7 @@ class Window(WindowReader):
             if at is None and waiting is not None and "evict" in state.placed[waiting].pending:
                 self.core.commit(edits.drop_pending(state, placement, "evict"))
                 return waiting
-            back = self.core.returning(state, placement)
+            back = self.core.evicted_entry(state, placement)
             if at is None:
                 at = self._place([back])
                 if at is None and self._mark(state) is not None:
@@ -290,7 +289,7 @@ class Window(WindowReader):
         if self.core.idle is not None:
             self.core.idle.predictor.note_room(reserve_tokens, mark)
 
-    def _leaving(
+    def _choose_leaving(
         self, state: State, reserve_tokens: int, stay: Collection[str] = (), last: Collection[str] = ()
     ) -> list[Placed]:
         mark = self._mark(state, reserve_tokens)
@@ -316,14 +315,14 @@ class Window(WindowReader):
             with self.core.counting_encodes():
                 named = dict.fromkeys(self.retrieval.choose(self, query))
                 ids = [i for i in named if not is_removed(state.find(i).chunk)]
-            backs = [self.core.returning(state, i) for i in ids]
+            backs = [self.core.evicted_entry(state, i) for i in ids]
             at, exact = self._place(backs), self.fidelity.mode == "exact"
             tail = exact and at in (None, len(state.placed))
             new = edits.look_back(state, backs, len(state.placed) if tail else at, tail=tail)
             if ids or reserve_tokens:
                 others = set(re.findall(r"\d+-[0-9a-f]{6}", query)) - {*ids} if isinstance(query, str) else None
                 here = [p.id for p in state.placed.having(others)] if others else ()
-                leaving = self._leaving(new, reserve_tokens, ids, here)
+                leaving = self._choose_leaving(new, reserve_tokens, ids, here)
                 out = [p.id for p in leaving]
                 if ids or out:
                     new = edits.evict(new, leaving) if out else new
@@ -356,7 +355,7 @@ class Window(WindowReader):
                     new = edits.drop_pending(new, here, "evict")
                 ids[here or new.placed[-1].id] = None
             new = new.edited(libraries={**state.libraries, library.name: view.version})
-            if ids and (leaving := self._leaving(new, reserve_tokens, ids)):
+            if ids and (leaving := self._choose_leaving(new, reserve_tokens, ids)):
                 new = edits.evict(new, leaving)
             self.core.commit(new, "append", list(ids), note=f"library {library.name}")
         return list(ids)
@@ -410,7 +409,7 @@ class Window(WindowReader):
         vision encode, unless the fidelity lets them keep their KV where few tokens differ (`Fidelity.edited_tokens`). `adopt`
         brings a branch's state back.
         """
-        return self.over(self.core.fork(system_prompt), self.eviction, self.retrieval)
+        return self.from_core(self.core.fork(system_prompt), self.eviction, self.retrieval)
 
     def adopt(self, branch: Window, *, force: bool = False) -> None:
         """Make a branch's state this window's. The branch stays usable.
@@ -505,4 +504,4 @@ class Window(WindowReader):
         chunks are encoded again. With a ``seed`` the same edits give the same placement ids, so that an operation can be
         run again. Raises ChunkUnavailable where content and source are gone, ValueError for a snapshot of a newer format.
         """
-        return cls.over(restore_core(engine, state, seed), eviction, retrieval)
+        return cls.from_core(restore_core(engine, state, seed), eviction, retrieval)

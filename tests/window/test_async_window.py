@@ -29,7 +29,7 @@ from window.guarded import GuardedEngine
 ELSEWHERE = {
     "aask",
     "astream",
-    "over",
+    "from_core",
 }  # awaited they are `ask` and `stream`; `opening` takes a window instead of a core
 OPEN = {"at", "fork", "restore"}  # return a window, which is awaited or entered
 OWN = {"window", "opening", "run"}

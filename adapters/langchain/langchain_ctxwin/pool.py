@@ -17,7 +17,7 @@ from ctxwin.errors import BudgetExceeded, ChunkUnavailable, UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.store.lru import LRUCache
 from ctxwin.window.events import Observer
-from ctxwin.window.placement import keep_source
+from ctxwin.window.placements import keep_source
 from ctxwin.window.sync import sync
 from ctxwin.window.toolcalls import learn
 from ctxwin.window.window import Window

@@ -115,7 +115,7 @@ def test_it_has_the_methods_of_a_window() -> None:
         "parent",
         "retrieval",
         "answer",
-        "over",
+        "from_core",
     }
     for name in (
         "append",

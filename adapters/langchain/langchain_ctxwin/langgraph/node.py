@@ -37,7 +37,7 @@ from ctxwin.policies.low_water import LowWater
 from ctxwin.store.lru import LRUCache
 from ctxwin.window.answer import Answer
 from ctxwin.window.ask import AskOptions, OnToken, Question
-from ctxwin.window.placement import keep_source
+from ctxwin.window.placements import keep_source
 from ctxwin.window.window import Window
 from langchain_ctxwin.chat import Answering, Reply
 from langchain_ctxwin.langgraph.reference import lost_sources, merge_windows

@@ -183,7 +183,7 @@ class Session(Window):
         window = super().fork(system_prompt)
         execution = self._execution and (*self._execution[:2], window.id)
         base = (self._base[0] + self.core.operations, self._base[1])
-        branch = Session.over(window.core, window.eviction, window.retrieval)
+        branch = Session.from_core(window.core, window.eviction, window.retrieval)
         branch._start(self._runtime, execution, base, self.notes)
         branch.core.observers = (*(o for o in branch.core.observers if o != self.tell), branch.tell)
         return branch
@@ -315,7 +315,7 @@ def open_window(
     window = Window.restore(engine, opened.state, eviction=eviction, retrieval=retrieval, seed=seed)
     extras: Mapping[str, Any] = reference or {}
     window.core.vision_encodes, window.core.parent = extras.get("encodes", 0), extras.get("parent")
-    session = Session.over(window.core, window.eviction, window.retrieval)
+    session = Session.from_core(window.core, window.eviction, window.retrieval)
     session._start(runtime, execution, base, extras.get("notes", {}), extras.get("manifest", ""))
     for watcher in (getattr(runtime.context, "ledger", None), getattr(runtime.context, "observer", None)):
         if watcher is not None and hasattr(watcher, "watch"):

@@ -28,7 +28,7 @@ from ctxwin.window.antecedents import pack
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.continuation import Continuation, ServedMemos
 from ctxwin.window.layout import Layout, Work
-from ctxwin.window.placement import initial_state, placement
+from ctxwin.window.placements import initial_state, new_placement
 from ctxwin.window.state import FORMAT, Placed, State, system_prompt_provenance
 from ctxwin.window.sync import sync_steps
 from ctxwin_chats.prediction import common_prefix
@@ -225,7 +225,7 @@ class Conversations(Records[Conversation]):
         with self._update_lock:
             conversation = self._continued(engine, fidelity, name, patient)
             state, edits = conversation.state, Counter[str]()
-            place = partial(placement, engine, seed=conversation.seed)
+            place = partial(new_placement, engine, seed=conversation.seed)
             # Exact KV is found by its provenance; any other counts as moved: `without_transient`.
             returning = _without_kv if fidelity.mode == "exact" else State.find_evicted
             steps = sync_steps(state, engine.chunks, place, returning, move=False)

@@ -11,7 +11,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.errors import StoreUnavailable
 from ctxwin.store.base import Store
 from ctxwin.validation import validate
-from ctxwin.window.placement import keep_source
+from ctxwin.window.placements import keep_source
 from ctxwin_client.errors import TooLarge, UnknownUpload
 from ctxwin_server.protocol.limits import Allowance, Limits
 from ctxwin_server.protocol.schemas import CHUNK, Decode, build_chunk, without_sources

@@ -76,7 +76,7 @@ def with_system_prompt(engine: Engine, state: State, system_prompt: str) -> Stat
     return new.replace(**fields, placed=entries, evicted=evicted)
 
 
-def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
+def new_placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
     """Return a new placement of ``chunk``, encoded. Its id follows from ``seed``, the arrivals so far and the content."""
     encoded = engine.encode(chunk)
     alone = state.system_prompt_tokens + encoded.tokens
