@@ -25,7 +25,7 @@ _log = logging.getLogger("ctxwin.engines")
 def open_engine(
     name: str, *, store: Store | str | None = None, tenant: str = "", engine: str | None = None, **options: Any
 ) -> Engine:
-    """Opens an engine.
+    """Open an engine.
 
     Args:
         name: ``tiny`` (the bundled model), ``hf:MODEL`` (transformers) or ``vllm:MODEL``; MODEL is a local folder or a

@@ -71,7 +71,7 @@ class Ledger:
         self._lock = threading.RLock()
 
     def watch(self, window: Window, reserve_tokens: int | None = None) -> None:
-        """Counts this window and its later forks. One that is watched already is not counted twice.
+        """Count this window and its later forks. One that is watched already is not counted twice.
 
         Raises ValueError for a window of another engine: its work would not be seen.
         """

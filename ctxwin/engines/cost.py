@@ -55,7 +55,7 @@ class Fit:
         return ms
 
     def observe(self, amounts: Sequence[float], ms: float) -> bool:
-        """Takes in a call that took ``ms``; returns True if `refit` is due."""
+        """Take in a call that took ``ms``; return True if `refit` is due."""
         if not ms > 0:
             return False
         size = tuple(int(amount).bit_length() for amount in amounts)
@@ -68,7 +68,7 @@ class Fit:
         return self.calls <= _ALL_UNTIL or self.calls % _EVERY == 0
 
     def refit(self) -> None:
-        """Fits the rates to the calls."""
+        """Fit the rates to the calls."""
         old = [i for i, call in enumerate(self._newest) if call and self.calls - call >= _FORGOTTEN]
         for size in [size for size in self._sizes if any(size[i] for i in old)]:
             del self._sizes[size]
@@ -122,12 +122,12 @@ class Workload:
     patched: int = 0
 
     def compute(self, tokens: int, offset: int) -> None:
-        """Adds a forward over ``tokens`` tokens behind ``offset`` others."""
+        """Add a forward over ``tokens`` tokens behind ``offset`` others."""
         self.computed += tokens
         self.attended += attended(tokens, offset)
 
     def load(self, tokens: int, patched: bool) -> None:
-        """Adds a span that is brought in."""
+        """Add a span that is brought in."""
         self.loaded += tokens
         self.spans += 1
         self.patched += tokens * patched
@@ -206,11 +206,11 @@ class CostModel:
             return self.tiers.setdefault(name, Fit(_PRIORS.get(name, _PRIOR)))
 
     def fetched(self, tier: str, tokens: int, ms: float, reads: int = 1) -> None:
-        """Notes one or more reads."""
+        """Note one or more reads."""
         self.learn(self._tier(tier), (reads, tokens), ms)
 
     def settle(self) -> None:
-        """Takes in all that was noted; called when no answer waits."""
+        """Take in all that was noted; called when no answer waits."""
         with self._settling:
             due: dict[int, Fit] = {}
             while self.noted:
@@ -232,7 +232,7 @@ class CostModel:
                 self.tiers[name] = Fit(_PRIORS.get(name, _PRIOR))
 
     def settle_later(self) -> None:
-        """Has `settle` called by a thread, once for all asks of `_PAUSE_S`: the next one mostly follows at once, and would share
+        """Have `settle` called by a thread, once for all asks of `_PAUSE_S`: the next one mostly follows at once, and would share
         the interpreter with the fits."""
         with self._lock:
             waits, self._waits = self._waits, True
@@ -250,7 +250,7 @@ class CostModel:
 
     @contextmanager
     def timed(self) -> Iterator[Stopwatch]:
-        """Times a call of the engine. Its time teaches nothing where another call ran meanwhile: they wait for each other."""
+        """Time a call of the engine. Its time teaches nothing where another call ran meanwhile: they wait for each other."""
         with self._lock:
             self._running += 1
             crowds = self._crowds = self._crowds + (self._running > 1)
@@ -265,7 +265,7 @@ class CostModel:
                 watch.alone = alone and crowds == self._crowds
 
     def learn(self, fit: Fit, amounts: Sequence[float], ms: float) -> None:
-        """Notes what something took."""
+        """Note what something took."""
         self.noted.append((fit, amounts, ms))
 
 
@@ -295,5 +295,5 @@ class Stopwatch:
             self.first = 1e3 * (self._clock() - self._began)
 
     def stop(self) -> None:
-        """Ends it."""
+        """End it."""
         self.ms = 1e3 * (self._clock() - self._began)

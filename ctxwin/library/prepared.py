@@ -21,7 +21,7 @@ _log = logging.getLogger("ctxwin")
 
 
 def prepare(repo: SpanRepository, chunks: Iterable[Chunk], engine: Engine, stopped: Callable[[], bool]) -> int:
-    """Computes embeddings and neutral KV of ``chunks`` (with pixels) and notes their keys in ``repo``; see `Library.prepare`."""
+    """Compute embeddings and neutral KV of ``chunks`` (with pixels) and note their keys in ``repo``; see `Library.prepare`."""
     done = 0
     with Window(engine, "", fidelity=Fidelity("exact")) as window:
         for chunk in chunks:
@@ -47,7 +47,7 @@ def prepare(repo: SpanRepository, chunks: Iterable[Chunk], engine: Engine, stopp
 
 
 def lend(repo: SpanRepository, chunk: Chunk, engine: Engine) -> None:
-    """Copies what was prepared of ``chunk`` for ``engine``'s model to its store, if that is another one.
+    """Copy what was prepared of ``chunk`` for ``engine``'s model to its store, if that is another one.
 
     A copy of its own, so that neither store's evictions, nor how long they take, tell anything of the other.
     """

@@ -144,7 +144,7 @@ class Fenced:
             ) from None
 
     def update(self, empty: M, change: Callable[[M], M]) -> M:
-        """Writes ``change`` of what it says; whatever ``change`` raises leaves it as it is.
+        """Write ``change`` of what it says; whatever ``change`` raises leaves it as it is.
 
         Cost: a read and two small writes. Raises StoreUnavailable, and StoreFull where the store refuses it.
         """
@@ -173,7 +173,7 @@ class Fenced:
 
 
 def put(repo: SpanRepository, namespace: str, record: BaseModel) -> str:
-    """Stores ``record`` under its content; returns the key. Raises StoreFull where the store refuses it."""
+    """Store ``record`` under its content; return the key. Raises StoreFull where the store refuses it."""
     payload = record.model_dump(mode="json")
     key = f"{namespace}/{digest(namespace, json.dumps(payload, sort_keys=True))}"
     if not repo.store.persists(key) and not (repo.put_json(key, payload, bound=False) and repo.store.persists(key)):

@@ -41,7 +41,7 @@ def open_store(
     tenant: str = "",
     key: str | bytes | None = None,
 ) -> Store:
-    """Opens a store.
+    """Open a store.
 
     Args:
         url: ``memory:`` (this process), ``disk:PATH`` (a folder that processes share), ``redis://HOST:PORT/DB`` (a server

@@ -20,7 +20,7 @@ _LONGEST_HEADER: Final = 4096  # a key of 512 characters, escaped
 
 
 def write_archive(path: Path, store: Store, keys: Iterable[str]) -> tuple[int, int]:
-    """Writes what ``store`` holds of ``keys`` to ``path``, whole or not at all; returns how many records and bytes.
+    """Write what ``store`` holds of ``keys`` to ``path``, whole or not at all; return how many records and bytes.
 
     The records are sealed with the key that the store was opened with, where it was opened with one.
     """

@@ -53,7 +53,7 @@ def walk(folder: Path) -> Iterator[BlobFile]:
 
 
 def write_record(folder: Path, head: bytes, value: bytes, tail: bytes) -> Row:
-    """Writes a record under a new name, synced; leaves nothing where it raises OSError."""
+    """Write a record under a new name, synced; leave nothing where it raises OSError."""
     name = f"{time.time_ns():016x}{secrets.token_hex(8)}"
     file = f"{BLOBS}/{name[-2:]}/{name}.blob"
     path = folder / file
@@ -110,14 +110,14 @@ def is_record(path: Path, size: int | None = None) -> bool:
 
 
 def remove_record(folder: Path, file: Any) -> None:
-    """Removes a record's file, if it is there; a planted name of a file elsewhere is passed over."""
+    """Remove a record's file, if it is there; a planted name of a file elsewhere is passed over."""
     if is_blob(file):
         with contextlib.suppress(OSError):
             (folder / file).unlink()
 
 
 def remove_old(paths: Iterable[Path], min_age: float) -> tuple[int, int]:
-    """Removes the files that are at least ``min_age`` seconds old; (files, bytes) removed."""
+    """Remove the files that are at least ``min_age`` seconds old; (files, bytes) removed."""
     sizes = []
     for path in paths:
         with contextlib.suppress(OSError):

@@ -50,7 +50,7 @@ class TieredStore(Store):
         return None
 
     def put(self, key: str, value: bytes) -> bool:
-        """Writes through to every tier; True where at least one took it.
+        """Write through to every tier; True where at least one took it.
 
         Then a tier that refused drops the older value it may hold; where all refused, everything stays as it was.
         """
@@ -123,7 +123,7 @@ class TieredStore(Store):
             tier.release(key)
 
     def prefetch(self, keys: Iterable[str]) -> None:
-        """Copies values into the first tier, one after another in a thread; what is too much at once is left where it is."""
+        """Copy values into the first tier, one after another in a thread; what is too much at once is left where it is."""
         with self._lock:
             if self._closed:
                 return

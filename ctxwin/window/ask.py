@@ -142,10 +142,13 @@ class Question:
 
 
 @dataclass
-class _Prompt:
-    """What the engine is asked: the state laid out, the query, and what that has cost so far."""
+class _PreparedAsk:
+    """A question and what the engine is given for it: the state laid out, the query, and what that has cost so far."""
 
+    question: Question
     state: State
+    strategy: str | None
+    fidelity: Fidelity
     layout: Layout
     query: Encoded
     sampling: Sampling
@@ -172,57 +175,63 @@ def ask(
     if question.outputs and not wants_outputs:
         raise ValueError(f"outputs must be left out, got {list(question.outputs)}; open the engine with outputs=True")
     with tracing.span("ask"), core.writing(edit=bool(question.remember), stopped=stopped) as state:
-        begin = time.perf_counter()
-        state, (strategy, fidelity) = core.audits.with_fallbacks(state), core.audits.in_force()
+        begin, state = time.perf_counter(), core.audits.with_fallbacks(state)
         with core.counting_encodes():
-            prompt = _lay_out(core, question, state, fidelity, wants_outputs)
-            generation = _generate(core, question, prompt, on_token, stopped)
-            text, ids, ended = _cut(core.engine, generation, question.stop)
+            prompt = _prepare(core, question, state, wants_outputs)
+            generation = _generate(core, prompt, on_token, stopped)
+            text, ids, is_cut = _cut(core.engine, generation, question.stop)
             if generation.fallbacks:
                 prompt.layout = prompt.layout.as_computed(state)
             with tracing.span("settle", captured=len(generation.captured)):
-                answered_state = core.assembly.write_back(state, prompt.layout, generation.captured, fidelity)
+                answered_state = core.assembly.write_back(state, prompt.layout, generation.captured, prompt.fidelity)
             new_state, remembered = answered_state, None
             if question.remember is True or (question.remember and question.remember(text)):
-                new_state, remembered = _with_exchange(core, answered_state, prompt, question, ids, generation)
+                new_state, remembered = _with_exchange(core, answered_state, prompt, ids, generation)
             if prompt.sampling.merge_prompt:  # what the chunks have stays theirs
                 prompt.layout = prompt.layout.as_computed(state)
-        layout = prompt.layout
-        total_s = time.perf_counter() - begin
+        layout, most, total_s = prompt.layout, prompt.sampling.max_tokens, time.perf_counter() - begin
         if stopped():
             raise AnswerStopped("the answer was stopped before its end")
-        prefill = 0, 0  # tokens computed ahead: of these, what served this ask, and what was computed in vain
+        prefilled = missed = 0
         if core.idle is not None:
             computed = generation.computed_tokens + prompt.work.tokens
-            prefill = core.idle.served(state, layout, computed, prompt.query.tokens + prompt.sampling.max_tokens)
+            prefilled, missed = core.idle.served(state, layout, computed, prompt.query.tokens + most)
         outputs = _outputs(layout, generation, question.outputs) if wants_outputs and layout.exact else None
         core.commit(new_state)
         core.prefill_ahead(answered=True)
-        usage = _usage(core, prompt, generation, prefill, total_s)
+        usage = _usage(core, prompt, generation, total_s, prefilled_tokens=prefilled, missed_tokens=missed)
         core.vision_encodes = 0
-        tracing.note(
-            window=core.id, engine=usage.engine, prompt_tokens=usage.prompt_tokens, computed_tokens=usage.computed_tokens,
-            forwards=usage.forwards, bytes_loaded=usage.bytes_loaded,
-            **{f"lane.{lane}": tokens for lane, tokens in usage.reused_tokens.items()},
-        )  # fmt: skip
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered, outputs=outputs)
-        ended_by_model = not ended and len(ids) < prompt.sampling.max_tokens and generation.finished
-        served = ServedAnswer(
-            core.id, core.parent, state, answered_state, strategy, fidelity, question.query,
-            prompt.sampling.max_tokens, prompt.sampling.temperature, core.assembly.memo,
-        )  # fmt: skip
-        core.audits.submit(served, layout, answer, audited=audited, ended=ended_by_model)
-        if core.observers:
-            new, lanes = (remembered,) if remembered else (), {c.entry.id: c.lane for c in layout.choices}
-            details = {"query": question.query, "answer": answer, "lanes": lanes, "ended": ended_by_model}
-            core.announce(core.event("ask", new, **details))
+        ended = not is_cut and len(ids) < most and generation.finished
+        _report(core, prompt, answered_state, answer, ended=ended, audited=audited)
         core.engine.costs.settle_later()
     return answer
 
 
-def _lay_out(core: WindowCore, question: Question, state: State, fidelity: Fidelity, wants_outputs: bool) -> _Prompt:
-    """Return the prompt of ``question``; forms patches and computes what ``fidelity`` asks for. Raises BudgetExceeded."""
+def _report(
+    core: WindowCore, prompt: _PreparedAsk, answered_state: State, answer: Answer, *, ended: bool, audited: bool
+) -> None:
+    """Tell traces, audits and observers of an answer, and of the state with its KV; ``ended``: the model ended it by itself."""
+    usage, layout, query, sampling = answer.usage, prompt.layout, prompt.question.query, prompt.sampling
+    tracing.note(
+        window=core.id, engine=usage.engine, prompt_tokens=usage.prompt_tokens, computed_tokens=usage.computed_tokens,
+        forwards=usage.forwards, bytes_loaded=usage.bytes_loaded,
+        **{f"lane.{lane}": tokens for lane, tokens in usage.reused_tokens.items()},
+    )  # fmt: skip
+    served = ServedAnswer(
+        core.id, core.parent, prompt.state, answered_state, prompt.strategy, prompt.fidelity, query,
+        sampling.max_tokens, sampling.temperature, core.assembly.memo,
+    )  # fmt: skip
+    core.audits.submit(served, layout, answer, audited=audited, ended=ended)
+    if core.observers:
+        new, lanes = (answer.remembered,) if answer.remembered else (), {c.entry.id: c.lane for c in layout.choices}
+        core.announce(core.event("ask", new, query=query, answer=answer, lanes=lanes, ended=ended))
+
+
+def _prepare(core: WindowCore, question: Question, state: State, wants_outputs: bool) -> _PreparedAsk:
+    """Return what the engine is given for ``question``, and form what of it the fidelity asks for. Raises BudgetExceeded."""
     begin, sampling, costs = time.perf_counter(), question.sampling, core.engine.costs
+    strategy, fidelity = core.audits.in_force()
     query = core.engine.encode_query(question.query)
     check_budget(state, query.tokens, sampling.max_tokens)
     if question.remember:  # what cannot be remembered is refused before it is answered
@@ -242,11 +251,13 @@ def _lay_out(core: WindowCore, question: Question, state: State, fidelity: Fidel
     planned_ms = layout.ms + costs.forward_ms(query.tokens, state.tokens)
     if sampling.merge_prompt:
         planned_ms = costs.request_ms + costs.forward_ms(state.tokens + query.tokens, 0)
-    return _Prompt(state, layout, query, sampling, work, captures_query, planned_ms, layout_s)
+    return _PreparedAsk(
+        question, state, strategy, fidelity, layout, query, sampling, work, captures_query, planned_ms, layout_s
+    )
 
 
 def _generate(
-    core: WindowCore, question: Question, prompt: _Prompt, on_token: OnToken | None, stopped: Callable[[], bool]
+    core: WindowCore, prompt: _PreparedAsk, on_token: OnToken | None, stopped: Callable[[], bool]
 ) -> Generation:
     """Run the engine, with the text so far to ``on_token``. Raises AnswerStopped once ``stopped`` is true."""
 
@@ -254,7 +265,7 @@ def _generate(
         core.heartbeat()
         if stopped():
             return False
-        text, ended = until_stop(text, question.stop)
+        text, ended = until_stop(text, prompt.question.stop)
         return (on_token is None or on_token(token, text)) and not ended
 
     generation = core.assembly.run(
@@ -309,7 +320,7 @@ def check_budget(state: State, query: int, max_tokens: int) -> None:
         )
 
 
-def _usage(core: WindowCore, prompt: _Prompt, generation: Generation, ahead: tuple[int, int], total_s: float) -> Usage:
+def _usage(core: WindowCore, prompt: _PreparedAsk, generation: Generation, total_s: float, **ahead: int) -> Usage:
     state, layout, work = prompt.state, prompt.layout, prompt.work
     computed = layout.segments[0].span is None or work.system_prompt
     lanes = Counter[str]({"computed" if computed else "resident": state.system_prompt_tokens})
@@ -320,8 +331,8 @@ def _usage(core: WindowCore, prompt: _Prompt, generation: Generation, ahead: tup
         bytes_loaded=generation.bytes_loaded, cached_tokens=generation.cached_tokens,
         answer_tokens=len(generation.token_ids), misses=work.misses, fallbacks=generation.fallbacks,
         ttft_s=prompt.layout_s + generation.ttft_s, total_s=total_s, planned_s=prompt.planned_ms / 1e3,
-        exact=layout.exact and prompt.sampling.hold == 1, prefilled_tokens=ahead[0], missed_tokens=ahead[1],
-        low_water_saves=advice.saved if (advice := core.sliding_advice()) else 0,
+        exact=layout.exact and prompt.sampling.hold == 1,
+        low_water_saves=advice.saved if (advice := core.sliding_advice()) else 0, **ahead,
     )  # fmt: skip
 
 
@@ -346,13 +357,13 @@ def exchange(engine: Engine, query: str, ids: Sequence[int], after: str | None =
 
 
 def _with_exchange(
-    core: WindowCore, state: State, prompt: _Prompt, question: Question, ids: Sequence[int], generation: Generation
+    core: WindowCore, state: State, prompt: _PreparedAsk, ids: Sequence[int], generation: Generation
 ) -> tuple[State, str]:
     """Append the exchange with the KV of the same pass; only the turn's closing tokens are computed."""
+    question, layout = prompt.question, prompt.layout
     chunk, encoded = exchange(core.engine, question.query, ids, question.after)
     entry = core.place(state, chunk)
     start = state.system_prompt_advance + sum(p.advance for p in state.placed)
-    layout = prompt.layout
     prefix = layout.end(state)
     conditioning = prefix.computed(chunk.id, "computed")
     span = generation.query_span

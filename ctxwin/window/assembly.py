@@ -187,8 +187,7 @@ class Assembly:
                 if choice.form_canonical:
                     segments[0] = self.computed_system_prompt(segments[0], work)
                     _, formed = self.canonical(state, choice.entry, segments[0], work)
-                loaded = self._loaded_segment(choice, segment, formed, work, reads)
-                if loaded is None:
+                if (loaded := self._loaded_segment(choice, segment, formed, work, reads)) is None:
                     return None
                 segment, absorbed = loaded
                 contents.update(dict.fromkeys(absorbed))
@@ -234,14 +233,13 @@ class Assembly:
             patch = self._stored(key, encoded.tokens, work, partial(self.repo.get_patch, key, is_stored=True), reads)
         if stored is None or (patch is None and key is not None):
             return None
-        (span, record), media = stored, encoded.media_ranges
-        ranges = partial_ranges(media, choice.recompute, encoded.tokens) if partial_base is not None else ()
+        ranges = partial_ranges(encoded.media_ranges, choice.recompute, encoded.tokens) if partial_base else ()
         absorbed = patch.meta.get("absorbed", ()) if patch else ()
         loaded = with_fields(
-            segment, span=span, approximate=not choice.in_place, patch=patch, patch_key=key or "",
+            segment, span=stored[0], approximate=not choice.in_place, patch=patch, patch_key=key or "",
             merged=conditioning.slots is not None, recompute=ranges,
         )  # fmt: skip
-        return loaded, absorbed if conditioning.exact else [*absorbed, *record.get("absorbed", ())]
+        return loaded, absorbed if conditioning.exact else [*absorbed, *stored[1].get("absorbed", ())]
 
     def _computed_early(
         self, choices: Sequence[Choice], segments: Sequence[Segment], segment: Segment, work: Work

@@ -14,8 +14,8 @@ SAVES_MS = 5.0
 
 
 class Premises(NamedTuple):
-    """What the first admissible choice was made on, beside the chunk and its prefix: while it is the same, so is the choice.
-    Choices with the same object are one, but for its price and what an answer wrote back to its placement.
+    """Lookups that led to a choice, the first admissible one of a chunk behind a prefix. It stays valid while they give the same
+    answers. Choices with the same object are one, but for its price and what an answer wrote back to its placement.
 
     Attributes:
         stored: whether each key that was looked up is stored.

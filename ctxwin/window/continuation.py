@@ -83,7 +83,7 @@ class LoadedPrefix:
 
 @dataclass(frozen=True)
 class Selection:
-    """Choices, and what they were made on.
+    """Choices of one ask, with the stored keys and prices that they depend on.
 
     Attributes:
         placed: the chunks; ends: prompt tokens up to the end of each.
@@ -155,11 +155,10 @@ class Selection:
         kvs = [(c.slots, c.conditioning.span, c.conditioning.patch) for c in choices[unchanged:standing]]
         loads = [(slots, tier(span), tier(patch) if patch else "") for slots, span, patch in kvs]
         lanes = Counter(self.lanes if unchanged else ())
-        for sign, different in (
-            ((-1, self.choices[unchanged:]), (1, choices[unchanged:])) if unchanged else ((1, choices),)
-        ):
-            for choice in different:
-                lanes[choice.lane] += sign * choice.entry.tokens
+        for choice in self.choices[unchanged:] if unchanged else ():
+            lanes[choice.lane] -= choice.entry.tokens
+        for choice in choices[unchanged:]:
+            lanes[choice.lane] += choice.entry.tokens
         return Selection(
             choices, state.placed, [*self.ends[:unchanged], *islice(rest, 1, None)], keys, elsewhere, rates,
             [*ms[:unchanged], *(c.ms for c in choices[unchanged:])], standing,

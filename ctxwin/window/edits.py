@@ -210,10 +210,8 @@ def forget(state: State, target: Placed) -> State:
         kv = kv and kv.model_copy(update={"base": None})
         return entry.replace(kv=kv, unseen=tuple(u for u in entry.unseen if u != target.id))
 
-    return state.edited(
-        placed=tuple(clean(p) for p in state.placed if p.id != target.id),
-        evicted=tuple(clean(p) for p in state.evicted if p.id != target.id),
-    )
+    placed, evicted = (tuple(clean(p) for p in some if p.id != target.id) for some in (state.placed, state.evicted))
+    return state.edited(placed=placed, evicted=evicted)
 
 
 def leaving_for_budget(

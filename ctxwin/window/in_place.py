@@ -19,14 +19,13 @@ def compute_chunk(
 ) -> Layout:
     """Compute the KV of the chunk at ``index`` as an ask would, behind a prefix with KV; return the layout with it. The window
     does not change: the next ask finds what is stored by its provenance, which only tells of an exact prefix."""
-    system_prompt = assembly.computed_system_prompt(layout.segments[0], work)
-    layout = replace(layout, segments=(system_prompt, *layout.segments[1:]))
-    segment, conditioning = layout.segments[index + 1], layout.choices[index].conditioning
+    segments = [assembly.computed_system_prompt(layout.segments[0], work), *layout.segments[1:]]
+    layout = replace(layout, segments=tuple(segments))
     span = layout.ahead.get(index + 1) or _in_place(assembly, state, index, layout, work)[0]
     if store:
-        assembly.put_chunk(layout, index, span, conditioning)
-    served = replace(segment, span=span, capture=False)
-    return replace(layout, segments=(*layout.segments[: index + 1], served, *layout.segments[index + 2 :]))
+        assembly.put_chunk(layout, index, span, layout.choices[index].conditioning)
+    segments[index + 1] = replace(segments[index + 1], span=span, capture=False)
+    return replace(layout, segments=tuple(segments))
 
 
 def _in_place(assembly: Assembly, state: State, index: int, layout: Layout, work: Work) -> tuple[SpanKV, Layout]:

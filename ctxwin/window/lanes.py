@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import chain, compress, count, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from ctxwin.engines.segments import gap_runs
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Antecedents
-from ctxwin.window.changes import common_prefix_length, with_fields
+from ctxwin.window.changes import Memo, common_prefix_length, with_fields
 from ctxwin.window.choice import SAVES_MS, Choice, Premises, ServedMemo
 from ctxwin.window.continuation import Selection
 from ctxwin.window.edited_text import Differences, EditedText
@@ -95,10 +95,10 @@ def choose(
         prices: of the engine; by default those of a new engine.
         memo: how chunks were served, by `Prefix.contents_with`.
         engine: gives the tokens of edited chunks; without it no chunk is served in lane ``edited``.
-        previous: choices of the window before, in any version, without the premises of those that the store does not bear out
-            now. One of them goes on as long as nothing else that it was made on has changed.
+        previous: choices of the window before, in any version, without the premises of those whose lookups give other answers
+            now. The others stay valid while nothing else that led to them has changed.
         unchanged: how many first ones of these stand (`Choice.stands`) of the same chunks as now, of one fidelity and at the same
-            prices, with as many ``tokens`` up to their end: they go on without a look, and another chunk follows.
+            prices, with as many ``tokens`` up to their end: they are taken as they are, and another chunk follows.
 
     O(n) in placed chunks, as long as they were not conditioned in n different orders.
     """
@@ -136,9 +136,8 @@ def choose(
         else:
             if prefix.antecedents.run != ids.run:  # what is made anew is named by the newest order
                 prefix = with_fields(prefix, antecedents=ids.through(placed[i - 1].id, i) if i else none)
-            stored: dict[str, bool] = {}
-            look = partial(_look_up, has, stored)
-            admissible = _admissible(state, entry, prefix, survival, differences, allowed, look, memo)
+            stored = Memo(has)
+            admissible = _admissible(state, entry, prefix, survival, differences, allowed, stored.__getitem__, memo)
             linked = i > 0 and choices[-1].partial_base is not None
             request, lone = (0.0 if free else request_ms for free in (joins, linked))
             choice, is_first = _cheapest(admissible, prices, offset, request, lone)
@@ -146,7 +145,7 @@ def choose(
             if not (choice.compute or choice.form_canonical or choice.partial_base):
                 if old is not None and old.prefix is prefix and old.conditioning == conditioning:
                     conditioning = old.conditioning  # what is loaded goes by it
-                premises = Premises(allowed, stored, joins) if is_first else None
+                premises = Premises(allowed, {**stored}, joins) if is_first else None
                 choice = with_fields(choice, conditioning=conditioning, premises=premises)
             choices.append(choice)
             prefix = prefix.extended_by(entry, conditioning)
@@ -160,11 +159,6 @@ def choose(
 def _interned(fidelity: Fidelity) -> Fidelity:
     """Return the first fidelity that was equal to this one."""
     return fidelity
-
-
-def _look_up(has: Has, stored: dict[str, bool], key: str) -> bool:
-    answer = stored[key] = has(key)
-    return answer
 
 
 SAVES_SHARE = 0.25

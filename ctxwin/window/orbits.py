@@ -186,8 +186,7 @@ def prepare(
         if base is None:
             continue
         if i in means:
-            mean, preceding = means[i], tuple(range(i))
-            done = [store(i, preceding, mean.mean, preceding, mean.count)]
+            done = [store(i, range(i), means[i].mean, range(i), means[i].count)]
         else:
             sets = [preceding for preceding, _ in observed[i]]
             deficits = [deficit(span, base, spec.kv) for _, span in observed[i]]
@@ -195,8 +194,8 @@ def prepare(
             done = []
             for preceding in (c for n in range(1, k) for c in combinations(others, n)):
                 among = frozenset(preceding)
-                mean_deficit = mixture(deficits, set_weights(sets, among))
-                done.append(store(i, preceding, mean_deficit, others, sets.count(among)))
+                mean = mixture(deficits, set_weights(sets, among))
+                done.append(store(i, preceding, mean, others, sets.count(among)))
         if all(done):
             covered.append(i)
     return covered

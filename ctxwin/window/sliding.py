@@ -74,9 +74,8 @@ def best_low_water(
         raise ValueError(f"occupancy must be a share in (0, 1], got {occupancy!r}")
     most = sliding_cost(budget, budget, chunk, system_prompt=system_prompt, query=query).most
     remaining = max(1, math.ceil(2 * most * occupancy) - most)
-    return sliding_cost(
-        budget, min(budget, system_prompt + query + remaining * chunk), chunk, system_prompt=system_prompt, query=query
-    )
+    mark = min(budget, system_prompt + query + remaining * chunk)
+    return sliding_cost(budget, mark, chunk, system_prompt=system_prompt, query=query)
 
 
 def own_mark(budget: int, tokens: int, chunks: int, *, system_prompt: int, query: int) -> int | None:

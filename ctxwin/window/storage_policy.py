@@ -104,7 +104,7 @@ class DemandLedger:
 
 
 def context_of(state: State, entry: Placed) -> str:
-    """Return what tells the contexts of a chunk apart."""
+    """Return a key of the context that a chunk's KV was conditioned in."""
     return entry.kv.provenance if entry.kv else f"{state.window}/{entry.id}"
 
 

@@ -157,7 +157,7 @@ class TokenStream(Iterator[str], AbstractContextManager["TokenStream"]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stops the engine if it is still answering, and waits for it; the window is then unchanged."""
+        """Stop the engine if it is still answering, and wait for it; the window is then unchanged."""
         self._end()
 
 

@@ -74,8 +74,7 @@ def sync_steps(
     for edit in plan_sync(named, evicted, [c.id for c in target], move=move):
         ids = edit.ids
         if edit.op == "evict":
-            leaving = set(ids)
-            state = edits.evict(state, [p for p in state.placed if p.id in leaving])
+            state = edits.evict(state, state.placed.having(set(ids)))
         elif edit.op == "reorder":
             state = edits.reorder(state, ids)
         elif edit.op == "recall":

@@ -126,7 +126,7 @@ def read_config(source: str | Path) -> Any:
 
 
 def open_checkpoint(name: str | Path, *, engine: Engine = "hf", remote_code: bool = False) -> Checkpoint:
-    """Opens a local folder or a Hugging Face Hub name (downloaded once, safetensors only).
+    """Open a local folder or a Hugging Face Hub name (downloaded once, safetensors only).
 
     ``engine`` is the one that opens it; ``remote_code``: whether a processor or a tokenizer that the model brings along, and
     transformers does not know, may run.
@@ -267,7 +267,7 @@ def _load(kind: Any, path: Path, remote_code: bool) -> Any:
 
 @contextmanager
 def _named_files(what: str, path: Path) -> Iterator[None]:
-    """Says what a folder lacks, whatever transformers raises of it."""
+    """Say what a folder lacks, whatever transformers raises of it."""
     try:
         yield
     except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:

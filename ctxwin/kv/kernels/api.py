@@ -92,7 +92,7 @@ class LoadPlan:
         return hasattr(self._kernel, "store")
 
     def store(self, first: int, caches: Sequence[torch.Tensor], strides: CacheStrides, slots: torch.Tensor) -> None:
-        """Writes layers straight into slots of their paged caches; the numbers are those of `layer`.
+        """Write layers straight into slots of their paged caches; the numbers are those of `layer`.
 
         Args:
             first: the first layer; any order will do.

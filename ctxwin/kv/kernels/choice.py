@@ -82,7 +82,7 @@ def faults() -> list[str]:
 
 
 def report(fault: str) -> None:
-    """Counts a fault among `faults` and logs it as a warning."""
+    """Count a fault among `faults` and log it as a warning."""
     _faults.append(fault)
     _log.warning("%s; torch operators run there", fault)
 

@@ -82,7 +82,7 @@ class LlvmKernel:
         return k, v
 
     def store(self, first: int, caches: Sequence[torch.Tensor], strides: CacheStrides, slots: torch.Tensor) -> None:
-        """Writes layers ``first`` and following into slots of their paged caches; arguments as `LoadPlan.store`.
+        """Write layers ``first`` and following into slots of their paged caches; arguments as `LoadPlan.store`.
 
         Raises ValueError for a layout in which neither the numbers of a key nor those of a block's tokens stand side by side.
         """

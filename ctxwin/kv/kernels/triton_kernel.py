@@ -137,7 +137,7 @@ class TritonKernel:
         return self._out[0][i - self._served.start], self._out[1][i - self._served.start]
 
     def store(self, first: int, caches: Sequence[torch.Tensor], strides: CacheStrides, slots: torch.Tensor) -> None:
-        """Writes layers ``first`` and following into slots of their paged caches; arguments as `LoadPlan.store`."""
+        """Write layers ``first`` and following into slots of their paged caches; arguments as `LoadPlan.store`."""
         for at in range(0, len(caches), self.launched):
             targets = [(cache, cache) for cache in caches[at : at + self.launched]]
             self._launch(first + at, targets, strides, slots)
@@ -167,7 +167,7 @@ class TritonKernel:
             )
 
     def _fill(self, layers: range, fields: Sequence[torch.Tensor]) -> int:
-        """Puts layers together on the host; return the alignment of their keys and values on the device, in bytes."""
+        """Put layers together on the host; return the alignment of their keys and values on the device, in bytes."""
         table, keys, values, factors = (field[: len(layers)] for field in fields)
         table.copy_(self._table)
         stored = slice(layers.start, layers.stop), slice(*self._heads)
