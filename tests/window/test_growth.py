@@ -415,7 +415,7 @@ def test_five_hundred_windows_of_a_server_stand_beside_each_other() -> None:
 
     def upkeep(n: int) -> Callable[[], object]:
         served, _ = registry(n)
-        return lambda: (served.sweep(), served.economise())
+        return lambda: (served.sweep(), served.compress_idle())
 
     assert abs(exponent(append, 125, 500)) <= 0.1
     assert exponent(upkeep, 125, 500) <= 1.1

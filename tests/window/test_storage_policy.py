@@ -162,13 +162,13 @@ def test_a_server_compresses_what_nobody_uses_and_whoever_comes_meanwhile_waits(
                 window.ask("q")
         with registry.using(ids[0]) as window:
             before = window.snapshot()
-            registry.economise()
+            registry.compress_idle()
             assert window.snapshot() is before, "in use: left alone"
-        registry.economise()
+        registry.compress_idle()
     assert engine.repo.counters.patches and engine.repo.counters.patches_served
     looked = Mock(side_effect=Maintenance.compress)
     monkeypatch.setattr(Maintenance, "compress", looked)
-    assert registry.economise() == 0 and not looked.called, "a version is looked at once"
+    assert registry.compress_idle() == 0 and not looked.called, "a version is looked at once"
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(maintenance: Maintenance, *, if_short: bool) -> int:
@@ -181,7 +181,7 @@ def test_a_server_compresses_what_nobody_uses_and_whoever_comes_meanwhile_waits(
     with registry.using(ids[1]) as window:
         window.evict(window.ids[-1])
     with ThreadPoolExecutor(2) as pool:
-        freed = pool.submit(registry.economise)
+        freed = pool.submit(registry.compress_idle)
         assert begun.wait(20)
 
         def ask() -> str:
@@ -197,7 +197,7 @@ def test_a_server_compresses_what_nobody_uses_and_whoever_comes_meanwhile_waits(
     with registry.using(ids[1]) as window:
         window.evict(window.ids[-1])
     begun.clear()
-    assert registry.economise() == 0 and not begun.is_set(), "somebody waits"
+    assert registry.compress_idle() == 0 and not begun.is_set(), "somebody waits"
     registry.close()
     assert engine.store.stats().leased == 0
 

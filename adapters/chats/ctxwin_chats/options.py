@@ -75,14 +75,14 @@ class ChatOptions:
         fidelity: of its window; None is the server's default.
         off: why it is served without a window; "" if it has one.
         prompt: how its prompt may differ from it, and if the next one is computed ahead.
-        shelf: the conversation's name in a store (`ctxwin_chats.shared_records`); "" where it is not saved.
+        record_name: the conversation's name in a store (`ctxwin_chats.shared_records`); "" where it is not saved.
     """
 
     name: str = ""
     fidelity: Fidelity | None = None
     off: str = ""
     prompt: PromptOptions = AS_SENT
-    shelf: str = ""
+    record_name: str = ""
 
 
 def read_options(

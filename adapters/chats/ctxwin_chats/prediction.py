@@ -146,7 +146,7 @@ class Histories(Records[History]):
         return [replace(saved, pack=pack)]
 
     def follow(
-        self, data: Mapping[str, Any], turns: Any, name: str, room: int | None = None, shelf: str = ""
+        self, data: Mapping[str, Any], turns: Any, name: str, room: int | None = None, record_name: str = ""
     ) -> Foresight:
         """Note a request, and hold it against its prediction.
 
@@ -154,7 +154,7 @@ class Histories(Records[History]):
             data: its body as served.
             turns: its turns as the client sent them.
             name: the client's name of the conversation; "" for none.
-            shelf: see `Record`.
+            record_name: see `Record`.
             room: pictures that the client may drop on its next turn before the prompt follows; None: it follows at once.
 
         Cost: linear in the request.
@@ -183,8 +183,9 @@ class Histories(Records[History]):
                     prediction = change.predict(data, size, computed=right >= _TRUSTED)
         size = sum(part.size for part in sent)
         record = History(
-            key=key, name=name, size=size, turns=sent, habit=habit, prediction=prediction, right=right, shelf=shelf
-        )
+            key=key, name=name, size=size, turns=sent, habit=habit, prediction=prediction, right=right,
+            record_name=record_name,
+        )  # fmt: skip
         self.keep(old, record)
         return Foresight(current, hit, prediction)
 

@@ -21,14 +21,14 @@ class Record:
         key: equal for requests that may be of the conversation.
         name: the client's name of it.
         size: its bytes, by estimate.
-        shelf: its conversation's name in a store (`ctxwin_chats.shared_records`); "" where it is not saved.
+        record_name: its conversation's name in a store (`ctxwin_chats.shared_records`); "" where it is not saved.
     """
 
     key: str
     name: str
     size: int
     used: float = field(default_factory=time.monotonic)
-    shelf: str = ""
+    record_name: str = ""
 
 
 R = TypeVar("R", bound=Record)
@@ -65,15 +65,15 @@ class Records(Generic[R]):
             self._drop([k for k, record in self._records.items() if now - record.used > self._ttl])
             return [record for record in self._records.values() if record.key == key]
 
-    def on_shelf(self, shelf: str) -> list[R]:
+    def find_saved(self, record_name: str) -> list[R]:
         """Return the records of a saved conversation, the most recently used last."""
         with self._lock:
-            return [record for record in self._records.values() if record.shelf == shelf]
+            return [record for record in self._records.values() if record.record_name == record_name]
 
-    def replace_shelf(self, shelf: str, records: Sequence[R]) -> None:
+    def replace_saved(self, record_name: str, records: Sequence[R]) -> None:
         """Remember ``records`` in place of those of a saved conversation."""
         with self._lock:
-            self._drop([key for key, record in self._records.items() if record.shelf == shelf])
+            self._drop([key for key, record in self._records.items() if record.record_name == record_name])
         for record in records:
             self.keep(None, record)
 

@@ -58,7 +58,7 @@ class SavedRecords(Generic[R]):
     @classmethod
     def of(cls, kind: str, records: Records[R], record: type[R]) -> SavedRecords[R]:
         """Return them for a dataclass whose fields Pydantic can read again."""
-        adapter, excluded = TypeAdapter(record), {"name", "shelf", "used"}
+        adapter, excluded = TypeAdapter(record), {"name", "record_name", "used"}
         return cls(
             kind,
             records,
@@ -122,34 +122,34 @@ class SharedConversations:
         if self._store is None:
             return ""
         # Not by `_THREADS`, all of which may wait for a store.
-        shelf = name or await asyncio.to_thread(first_turn, data.get(turns_field(data)))
-        if (reading := self.begin(shelf)) is not None:
+        name = name or await asyncio.to_thread(first_turn, data.get(turns_field(data)))
+        if (reading := self.begin(name)) is not None:
             await asyncio.wait([asyncio.wrap_future(reading.answered)], timeout=self._wait_s)
             if reading.answered.done():  # what is there is read to its end: some 0.1 ms a segment
                 # A request that is cancelled meanwhile must not cancel what others wait for.
                 await asyncio.shield(asyncio.wrap_future(reading.ended))
-        return shelf
+        return name
 
-    def begin(self, shelf: str) -> Reading | None:
+    def begin(self, name: str) -> Reading | None:
         """Begin to read what the store has of a conversation; None where this process has it already."""
         store = self._store
-        if not shelf or store is None:
+        if not name or store is None:
             return None
-        is_known = self._place(shelf) in self._tokens and any(one.records.on_shelf(shelf) for one in self._saved)
+        is_known = self._place(name) in self._tokens and any(one.records.find_saved(name) for one in self._saved)
         if is_known and not store.shared:
             return None
         with self._lock:
-            if self._store is not None and shelf not in self._reading:
-                reading = self._reading[shelf] = Reading()
-                _THREADS.submit(self._read, store, shelf, is_known, reading)
-            return self._reading.get(shelf)
+            if self._store is not None and name not in self._reading:
+                reading = self._reading[name] = Reading()
+                _THREADS.submit(self._read, store, name, is_known, reading)
+            return self._reading.get(name)
 
-    def save(self, shelf: str) -> None:
+    def save(self, name: str) -> None:
         """Have a conversation written as it is by then. Returns at once."""
         with self._lock:
-            if not shelf or self._store is None:
+            if not name or self._store is None:
                 return
-            self._unsaved[shelf] = None
+            self._unsaved[name] = None
             if len(self._unsaved) > self._places:
                 del self._unsaved[next(iter(self._unsaved))]
                 self._count("failed")
@@ -171,69 +171,69 @@ class SharedConversations:
         with self._lock:
             self._store = None
 
-    def _place(self, shelf: str) -> str:
-        place = int(digest("shelf", shelf)[:12], 16) % self._places
+    def _place(self, name: str) -> str:
+        place = int(digest("shelf", name)[:12], 16) % self._places
         return f"conversation/{digest('place', self._places, place)}"
 
-    def _read(self, store: Store, shelf: str, is_known: bool, reading: Reading) -> None:
+    def _read(self, store: Store, name: str, is_known: bool, reading: Reading) -> None:
         """Take a conversation over, unless this process owns it still."""
-        place = self._place(shelf)
+        place = self._place(name)
         try:
             is_current = is_known and store.token(place) <= self._tokens.get(place, 0)
             claimed = None if is_current else store.claim(place)
             reading.answered.set_result(None)
             if claimed is not None:
                 self._tokens[place] = claimed[0]
-                self._take_up(shelf, claimed[1])
+                self._take_up(name, claimed[1])
             elif not is_current:
                 self._tokens.pop(place, None)
         except Exception as error:  # the request is computed
             self._fail(f"the record of a conversation was not read ({error})")
         finally:
             with self._lock:
-                del self._reading[shelf]
+                del self._reading[name]
             if not reading.answered.done():
                 reading.answered.set_result(None)
             reading.ended.set_result(None)
 
-    def _take_up(self, shelf: str, raw: bytes) -> None:
+    def _take_up(self, name: str, raw: bytes) -> None:
         """Put what a record holds in place of what is remembered here. Raises ValueError for one that cannot be read."""
         record = json.loads(zlib.decompressobj().decompress(raw, MOST_BYTES))
-        is_its = record["format"] == _FORMAT and record["shelf"] == digest("shelf", shelf)
+        is_its = record["format"] == _FORMAT and record["shelf"] == digest("shelf", name)
         if not is_its or record["written"] + self._ttl < time.time():
             return
         # What this process wrote itself is older than what it remembers: a request came before the write had ended.
-        if record["writer"] == self._writer and any(one.records.on_shelf(shelf) for one in self._saved):
+        if record["writer"] == self._writer and any(one.records.find_saved(name) for one in self._saved):
             return
         loaded = [[(named, one.unpack(data)) for named, data in record["records"][one.kind]] for one in self._saved]
         for one, records in zip(self._saved, loaded, strict=True):
             for named, each in records:
-                each.name, each.shelf = shelf if named else "", shelf
-            one.records.replace_shelf(shelf, [each for _, each in records])
+                each.name, each.record_name = name if named else "", name
+            one.records.replace_saved(name, [each for _, each in records])
         self._count("taken_up")
 
     def _write_all(self, store: Store) -> None:
         while True:
             with self._lock:
-                shelf = next(iter(self._unsaved), None)
-                if shelf is None:
+                name = next(iter(self._unsaved), None)
+                if name is None:
                     self._writing = None
                     return
-                del self._unsaved[shelf]
+                del self._unsaved[name]
             try:
-                self._write(store, shelf)
+                self._write(store, name)
                 self._is_failing = False
             except Exception as error:  # behind an answer: nobody waits for it
                 self._fail(f"a conversation was not written to the store ({error}); its next server computes it anew")
 
-    def _write(self, store: Store, shelf: str) -> None:
-        place = self._place(shelf)
+    def _write(self, store: Store, name: str) -> None:
+        place = self._place(name)
         kinds = []
         for one in self._saved:
-            packed = (f"[{json.dumps(bool(record.name))},{one.pack(record)}]" for record in one.records.on_shelf(shelf))
+            packed = (f"[{json.dumps(bool(each.name))},{one.pack(each)}]" for each in one.records.find_saved(name))
             kinds.append(f'"{one.kind}":[{",".join(packed)}]')
         head = json.dumps(
-            {"format": _FORMAT, "shelf": digest("shelf", shelf), "written": time.time(), "writer": self._writer}
+            {"format": _FORMAT, "shelf": digest("shelf", name), "written": time.time(), "writer": self._writer}
         )
         plain = f'{head[:-1]},"records":{{{",".join(kinds)}}}}}'.encode()
         raw = zlib.compress(plain, 1)

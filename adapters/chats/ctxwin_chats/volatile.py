@@ -61,7 +61,7 @@ class Late:
         earlier: how many of their tokens are of earlier requests; None where these are left out.
         key: of the conversation; "" where the request is served as sent.
         lines: of the request's system prompt; standing: hashes of those in their place.
-        shelf: see `Record`.
+        record_name: see `Record`.
     """
 
     parts: int = 0
@@ -71,7 +71,7 @@ class Late:
     key: str = ""
     lines: Lines = ()
     standing: frozenset[int] = frozenset()
-    shelf: str = ""
+    record_name: str = ""
 
     def report(self, *, as_system: bool) -> dict[str, Any]:
         """Return the entry of an answer's ``usage``."""
@@ -145,7 +145,7 @@ class VolatilePrompts(Records[Frame]):
             SavedRecords.of("growing_prompts", self._growing_prompts, GrowingPrompt),
         ]
 
-    def take(self, data: dict[str, Any], name: str, count: Count, shelf: str = "") -> Late:
+    def take(self, data: dict[str, Any], name: str, count: Count, record_name: str = "") -> Late:
         """Take what is volatile out of the system prompt of the body ``data``. Cost: linear in the system prompt."""
         turns: Any = data.get(turns_field(data))
         slots = [*_slots(data)]
@@ -169,17 +169,17 @@ class VolatilePrompts(Records[Frame]):
         is_most = 2 * sum(sizes[i] for i in stable) >= sum(sizes)  # else, perhaps, the prompt of another agent
         origin = record.origin if record and is_most else digest("frame", key, str(hashes))
         frame = Frame(
-            key=key, name=name, size=128 * len(pieces) + 1024, first=first, origin=origin, shelf=shelf,
+            key=key, name=name, size=128 * len(pieces) + 1024, first=first, origin=origin, record_name=record_name,
             lines=standing, gaps=frozenset(_gaps(stable, len(pieces))),
             late={hashes[i]: 1 + (record.late.get(hashes[i], 0) if record else 0) for i in late},
         )  # fmt: skip
         self.keep(record, frame)
         lines = tuple((line, piece.rstrip()) for line, (_, piece) in zip(hashes, pieces, strict=True))
-        taken = Late(key=origin, lines=lines, standing=frozenset(standing), shelf=shelf)
+        taken = Late(key=origin, lines=lines, standing=frozenset(standing), record_name=record_name)
         if not late:
             return taken
         same = (one for one in self.find(shared) if one.lines == frame.lines)
-        self.keep(next(same, None), replace(frame, key=shared, name=f"all:{shared}", shelf=""))
+        self.keep(next(same, None), replace(frame, key=shared, name=f"all:{shared}", record_name=""))
         texts = [""] * len(slots)
         for i in sorted(stable):
             texts[pieces[i][0]] += pieces[i][1]
@@ -227,7 +227,9 @@ class VolatilePrompts(Records[Frame]):
         if current != known and tokens + new.tokens + headers <= self._most_earlier:
             texts = dict([*texts.items(), (digests[at], new)][-_MOST_TEXTS:])
         size = len(json.dumps(head)) + sum(512 + 100 * len(one.current) + 8 * one.tokens for one in texts.values())
-        grown = GrowingPrompt(key=key, name="", size=size, head=head, lines=lines, texts=texts, shelf=late.shelf)
+        grown = GrowingPrompt(
+            key=key, name="", size=size, head=head, lines=lines, texts=texts, record_name=late.record_name
+        )
         self._growing_prompts.keep(old, grown)
         for i, one in [(at, new), *reversed(earlier)]:
             if one.lines:

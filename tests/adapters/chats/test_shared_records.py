@@ -44,7 +44,7 @@ class Server:
         served = copy.deepcopy(data)
         late = self.volatile.take(served, "n", words, "n")
         turns = served.get("messages", served.get("input"))
-        foresight = self.histories.follow(served, turns, "n", shelf="n")
+        foresight = self.histories.follow(served, turns, "n", record_name="n")
         self.volatile.place(served, late, words, as_system=True, appends=appends)
         self.shared.save("n")
         self.shared.flush(60)
@@ -140,10 +140,10 @@ def test_what_is_read_before_the_first_write_ended_replaces_nothing_newer(
     reading = server.shared.begin("n")
     assert reading is not None
     server.volatile.take(prompts[1], "n", words, "n")
-    remembered = server.volatile.on_shelf("n")
+    remembered = server.volatile.find_saved("n")
     gate.set()
     reading.ended.result(60)
-    assert server.volatile.on_shelf("n") == remembered
+    assert server.volatile.find_saved("n") == remembered
     server.shared.close()
 
 
@@ -157,10 +157,10 @@ def test_a_request_that_is_cancelled_leaves_the_record_to_the_others(
     inside, gate = threading.Event(), threading.Event()
     take_up = second.shared._take_up
 
-    def wait_and_take_up(shelf: str, raw: bytes) -> None:
+    def wait_and_take_up(record_name: str, raw: bytes) -> None:
         inside.set()
         assert gate.wait(60)
-        take_up(shelf, raw)
+        take_up(record_name, raw)
 
     monkeypatch.setattr(second.shared, "_take_up", wait_and_take_up)
 

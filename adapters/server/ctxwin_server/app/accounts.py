@@ -28,6 +28,7 @@ _NOT_TOKENIZED = {*_MEDIA, "snapshot", "response_format", "json_schema"}
 """Fields whose text never reaches a tokenizer, or has bounds of its own."""
 _NAMES = frozenset({"chunk", "id", "type", "role"})
 """Fields that are names where they are plain text."""
+_UNNAMED = "a number"  # an item of a list, in messages
 _BOUNDED = frozenset({"seed"})
 """Fields of a request for which every route that knows them has bounds of its own, and words for them."""
 
@@ -61,7 +62,7 @@ def parse_json(limits: Limits, raw: bytes, max_text: int | None = None) -> Any:
         raise too_deep from None
     except ValueError as error:
         raise ValueError(f"the body must be JSON: {error}") from None
-    if _levels(limits, data, max_text) > limits.max_json_depth:
+    if _measure_depth(limits, data, max_text) > limits.max_json_depth:
         raise too_deep
     return data
 
@@ -74,7 +75,7 @@ def decode_json(raw: bytes) -> Any:
         return json.loads(raw)
 
 
-def encode_json(data: Any) -> bytes:
+def encode_body(data: Any) -> bytes:
     """Return JSON of what `parse_json` has returned, changed or not."""
     try:
         return msgspec.json.encode(data)
@@ -82,32 +83,25 @@ def encode_json(data: Any) -> bytes:
         return json.dumps(data).encode()
 
 
-def _levels(limits: Limits, data: Any, max_text: int | None) -> int:
-    """Return the depth of ``data``, at most one above the limit; raise TooLarge for too much text."""
-    text, levels, level = 0, 0, [(data, True)]
+def _measure_depth(limits: Limits, data: Any, max_text: int | None) -> int:
+    """Return the depth of ``data``, at most one above the limit; raise TooLarge for too much text, Malformed for bad values."""
+    text, levels, level = 0, 0, [(_UNNAMED, data, True)]
     while level and levels <= limits.max_json_depth:
         levels += 1
-        below: list[tuple[Any, bool]] = []
-        for value, counted in level:
+        below: list[tuple[str, Any, bool]] = []
+        for name, value, counted in level:
             kind = type(value)  # json gives no subclasses, and a call for each value takes longer than all else here
             if kind is str:
                 if not value.isascii():
                     _check_text(value)
-                text += len(value) if counted else 0
+                text += len(value) if counted and name not in _NAMES else 0
             elif kind is list:
-                below += [(item, counted) for item in value]
+                below += [(_UNNAMED, item, counted) for item in value]
             elif kind is dict:
-                for key, item in value.items():
-                    if not key.isascii():
-                        _check_text(key)
-                    if (kind := type(item)) is int or kind is float:
-                        if levels == 1 and key in _BOUNDED and kind is int:
-                            continue
-                        _check_number(key, item)
-                    is_name = key in _NOT_TOKENIZED or (kind is str and key in _NAMES)
-                    below.append((item, counted and not is_name))
-            elif kind is int or kind is float:
-                _check_number("a number", value)
+                _check_text("".join(value))
+                below += [(key, item, counted and key not in _NOT_TOKENIZED) for key, item in value.items()]
+            elif kind is float or (kind is int and not (levels == 2 and name in _BOUNDED)):
+                _check_number(name, value)
         if max_text is not None and text > max_text:
             raise TooLarge(
                 f"the text of a request must have at most {max_text} characters (--max-text), got {text} or more; "

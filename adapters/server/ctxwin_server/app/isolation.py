@@ -11,7 +11,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.engines.sampling import MOST_CHOICES
 from ctxwin.hashing import digest
 from ctxwin_client.errors import NotAllowed
-from ctxwin_server.app.accounts import encode_json
+from ctxwin_server.app.accounts import encode_body
 from ctxwin_server.app.content import ContentReader, own_name
 from ctxwin_server.app.endpoints import PLAIN, ROUTERS, check_fields
 from ctxwin_server.protocol.limits import Allowance
@@ -98,7 +98,7 @@ def bind(
         content.read_messages(data.get("messages"))
         content.read_messages(data.get("input"))
         content.read_content(data.get("system"))
-    return encode_json(data)
+    return encode_body(data)
 
 
 def _check_counts(data: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ctxwin import tracing
 from ctxwin_chats.prefill import Ahead
 from ctxwin_client.errors import MemoryShort
-from ctxwin_server.app.accounts import encode_json, replace_body
+from ctxwin_server.app.accounts import encode_body, replace_body
 from ctxwin_server.app.authentication import OPEN
 from ctxwin_server.app.error_shape import reshape_errors, retry_headers, to_body
 from ctxwin_server.app.plain_requests import AHEAD, FOLLOW, EarlyResponse, route
@@ -101,7 +101,7 @@ class Gateway:
                     raise
                 await send({"type": "http.response.body", "body": _CUT_OFF})
             if options is not None and options.off:  # else it is saved with its window
-                service.tenant_state(options.tenant).shared.save(options.shelf)
+                service.tenant_state(options.tenant).shared.save(options.record_name)
             if options is not None and options.next_prompt is not None:
                 service.chat_prefill.submit(options.tenant, options.next_prompt, partial(self._send_ahead, first))
 
@@ -122,7 +122,7 @@ class Gateway:
 
     async def _sub_request(self, scope: Scope, receive: Receive, data: dict[str, Any]) -> tuple[int, Any]:
         """Return status and JSON of the response to a further request of the same client to the same route."""
-        headers, receive_body = replace_body(scope, receive, encode_json(data))  # then that the client has left
+        headers, receive_body = replace_body(scope, receive, encode_body(data))  # then that the client has left
         status, parts = 0, list[bytes]()
 
         async def collect(message: Message) -> None:

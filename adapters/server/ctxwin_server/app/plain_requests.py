@@ -27,7 +27,7 @@ from ctxwin_chats.prefill import Ahead
 from ctxwin_chats.typed_tools import describe_tools
 from ctxwin_client.errors import NotAllowed, TooLarge
 from ctxwin_server.app import endpoints
-from ctxwin_server.app.accounts import BodyReader, Malformed, encode_json, parse_json, replace_body
+from ctxwin_server.app.accounts import BodyReader, Malformed, encode_body, parse_json, replace_body
 from ctxwin_server.app.endpoints import CHAT, COUNT, PLAIN, names_chunks
 from ctxwin_server.app.error_shape import elsewhere
 from ctxwin_server.app.isolation import bind, check_options, check_scores, plain_salt
@@ -207,7 +207,7 @@ class PlainRequest:
     async def encode(self) -> bytes:
         """Return the body for the server: bound to its tenant if there are tenants."""
         if not self._is_bound:
-            return await self._run(partial(encode_json, self._data)) if self._changed else self.raw
+            return await self._run(partial(encode_body, self._data)) if self._changed else self.raw
         if not isinstance(self._data, dict):
             raise ValueError("the body must be a JSON object")
         state, media = self._tenant_state, self._service
@@ -230,7 +230,7 @@ class PlainRequest:
             return bool(extension) or resumed
         self.options = options = RequestOptions(**vars(chat), tenant=self._tenant)
         if self._tenant_state.shared.has_store and (not options.off or options.prompt):
-            options.shelf = await self._tenant_state.shared.open(options.name, data)
+            options.record_name = await self._tenant_state.shared.open(options.name, data)
         compact, applied, late, room = None, None, None, None
         if not data.keys().isdisjoint(EDIT_FIELDS) or self._service.policy is not None:
             compact = take_compaction(path, data)
@@ -238,7 +238,7 @@ class PlainRequest:
             if applied is not None:
                 options.reports["context_management"] = {"applied_edits": applied}
         if options.prompt.volatile and not self._follows:
-            take = partial(self._tenant_state.volatile.take, shelf=options.shelf)
+            take = partial(self._tenant_state.volatile.take, record_name=options.record_name)
             late = await self._run(take, data, options.name, self._tenant_state.count)
         turns = data.get(turns_field(data)) if options.prompt.prefill else None  # as sent
         if is_managed or options.prompt.lazy_drops is None:  # an explicit wish: nothing of what it drops is held back
@@ -290,7 +290,7 @@ class PlainRequest:
             fidelity = resolve(fidelity, self._tenant_state.engine.spec.model)
         if not options.off and fidelity.mode != "exact":
             return
-        follow = partial(self._tenant_state.histories.follow, shelf=options.shelf)
+        follow = partial(self._tenant_state.histories.follow, record_name=options.record_name)
         foresight = await self._run(follow, self._data, turns, options.name, room)
         if foresight.current is not None:
             result, tokens = "used" if foresight.hit else "missed", foresight.current.tokens

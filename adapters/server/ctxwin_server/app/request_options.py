@@ -21,7 +21,7 @@ from ctxwin_chats.compaction import Compaction, encode_event
 from ctxwin_chats.options import HEADER, ChatOptions
 from ctxwin_chats.prediction import Prediction
 from ctxwin_chats.prefill import Ahead
-from ctxwin_server.app.accounts import decode_json, encode_json
+from ctxwin_server.app.accounts import decode_json, encode_body
 
 REQUEST_OPTIONS = "ctxwin.request_options"
 """Key of a request's `RequestOptions` in its ASGI scope; absent if it may not use a window."""
@@ -178,7 +178,7 @@ class ReportingSend:
             return body
         if options.compaction is not None and not self._events:
             options.compaction.add_to(data)
-        return encode_json(self._add_report(data))
+        return encode_body(self._add_report(data))
 
     def _add_report(self, data: dict[str, Any]) -> dict[str, Any]:
         usage = {**self._asked.usage, **self._asked.rewrites}

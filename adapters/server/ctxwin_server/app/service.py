@@ -320,7 +320,7 @@ class Service:
             for tenant_state in list(self._tenant_states.values()):
                 try:
                     closed = await self.pool.run(tenant_state.tenant, tenant_state.windows.sweep)
-                    freed = await self.pool.run(tenant_state.tenant, tenant_state.windows.economise)
+                    freed = await self.pool.run(tenant_state.tenant, tenant_state.windows.compress_idle)
                     await self.pool.run(tenant_state.tenant, tenant_state.libraries.sweep)
                 except Exception:
                     _log.exception("idle windows of tenant %r could not be kept up", tenant_state.tenant)

@@ -136,27 +136,27 @@ class Conversations(Records[Conversation]):
         return [SavedRecords("windows", self, Conversation.pack, unpack)]
 
     def begin(
-        self, build: Callable[[], RenderedRequest], name: str, fidelity: Fidelity, shelf: str, patient: bool
+        self, build: Callable[[], RenderedRequest], name: str, fidelity: Fidelity, record_name: str, patient: bool
     ) -> Turn:
         """Do as `prepare`, for a request that ``build`` returns."""
-        return self.prepare(build(), name, fidelity, shelf, patient=patient)
+        return self.prepare(build(), name, fidelity, record_name, patient=patient)
 
     def prepare(
-        self, engine: RenderedRequest, name: str, fidelity: Fidelity, shelf: str = "", *, patient: bool = True
+        self, engine: RenderedRequest, name: str, fidelity: Fidelity, record_name: str = "", *, patient: bool = True
     ) -> Turn:
         """Update a conversation's window to a prompt, and submit its KV to the engine.
 
         Args:
             engine: of the rendered prompt.
             name: the client's name of the conversation; "" for none.
-            shelf: see `Record`.
+            record_name: see `Record`.
             patient: raise WriteBackPending while KV of the conversation is being written back; otherwise recompute it.
 
         Raises as `Window.ask`; no KV of the new segments is recorded then. Cost: O(segments x placed), and the forwards
         of new segments before stored ones.
         """
         fidelity = resolved_fidelity(fidelity, engine.spec.model, int(time.monotonic()))
-        conversation, state, edits = self._update(engine, name, fidelity, shelf, patient)
+        conversation, state, edits = self._update(engine, name, fidelity, record_name, patient)
         cached = engine.cached_tokens if fidelity.mode == "exact" else None
         newest, work = replace(conversation.newest), Work()
         assembly = Assembly(engine, memo=conversation.memo, newest=newest, cached_tokens=cached)
@@ -219,7 +219,7 @@ class Conversations(Records[Conversation]):
         turn.conversation.state = current.replace(placed=placed, evicted=evicted)
 
     def _update(
-        self, engine: RenderedRequest, name: str, fidelity: Fidelity, shelf: str, patient: bool
+        self, engine: RenderedRequest, name: str, fidelity: Fidelity, record_name: str, patient: bool
     ) -> tuple[Conversation, State, Mapping[str, int]]:
         """Return the conversation of a prompt, its state with exactly the prompt's segments placed, and the edits by kind."""
         with self._update_lock:
@@ -233,7 +233,7 @@ class Conversations(Records[Conversation]):
                 state = new
                 edits[edit.op] += len(ids)
             conversation.state = state = state.replace(evicted=state.evicted.newest(KEPT))
-            conversation.used, conversation.shelf = time.monotonic(), shelf
+            conversation.used, conversation.record_name = time.monotonic(), record_name
             self.keep(conversation, conversation)
         return conversation, state, edits
 

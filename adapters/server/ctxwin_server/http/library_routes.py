@@ -73,7 +73,7 @@ async def create(context: CurrentRequest) -> Response:
         context.record("store", object="ctxwin.library", id=body.name)
         return description
 
-    return await context.once(work)
+    return await context.run_once(work)
 
 
 @libraries.get(LIBRARIES + "/{library}")
@@ -113,7 +113,7 @@ async def add_file(library: str, context: CurrentRequest) -> Response:
         return _file(row)
 
     # A repeated form has another boundary.
-    return await context.once(work, digest("form", name, fields.model_dump(), data).encode())
+    return await context.run_once(work, digest("form", name, fields.model_dump(), data).encode())
 
 
 @libraries.get(_FILES + "/{file}")

@@ -74,26 +74,26 @@ class RequestContext:
         self.record("delete", object=kind, id=name, **details)
         return JSONResponse({"object": kind, "id": name, "deleted": True})
 
-    async def once(self, work: Callable[[], Any], content: bytes | None = None) -> Response:
+    async def run_once(self, work: Callable[[], Any], content: bytes | None = None) -> Response:
         """Do as `respond`, or return the answer of an earlier request with the same Idempotency-Key.
 
         ``content`` identifies equal requests; the body by default.
         """
         path, key = self.request.url.path, self.idempotency_key
         content = await self.request.body() if content is None else content
-        once = self.tenant_state.idempotency.once
-        return json_response(await self.run(once, path, key, content, lambda: encode_json(work())))
+        run_once = self.tenant_state.idempotency.run_once
+        return json_response(await self.run(run_once, path, key, content, lambda: encode_json(work())))
 
     def in_window_once(
         self, window_id: str, path: str, key: str | None, raw: bytes, work: Callable[[Window], bytes]
     ) -> bytes:
-        """Do as `once` for an operation on a window, whose record has its answer, too: another server may have done it."""
+        """Do as `run_once` for an operation on a window, whose record has its answer, too: another server may have done it."""
 
-        def once() -> bytes:
+        def take_turn() -> bytes:
             with self.tenant_state.streams.turn(window_id):
-                return self.tenant_state.windows.once(window_id, path, key, raw, work)
+                return self.tenant_state.windows.run_once(window_id, path, key, raw, work)
 
-        return self.tenant_state.idempotency.once(path, key, raw, once)
+        return self.tenant_state.idempotency.run_once(path, key, raw, take_turn)
 
     def running(self, operation: str, raw: bytes, window: Window | None = None) -> AbstractContextManager[None]:
         """Register this request as running in the engine within the block; see `Quarantine`."""

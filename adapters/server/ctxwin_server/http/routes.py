@@ -100,7 +100,7 @@ async def open_window(context: CurrentRequest) -> Response:
         context.record("store", object="ctxwin.window", id=opened["id"], restored=body.snapshot is not None)
         return opened
 
-    return await context.once(work)
+    return await context.run_once(work)
 
 
 @router.get(WINDOWS + "/{window_id}")

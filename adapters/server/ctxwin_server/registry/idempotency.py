@@ -21,7 +21,7 @@ class IdempotencyCache:
         self._turns: dict[str, _Turn] = {}
         self._lock = threading.Lock()
 
-    def once(self, path: str, key: str | None, body: bytes, work: Callable[[], bytes]) -> bytes:
+    def run_once(self, path: str, key: str | None, body: bytes, work: Callable[[], bytes]) -> bytes:
         """Return the result of ``work``, or the earlier result under the same key. Blocks while another request computes it.
 
         A client that lost its connection may repeat its request while the first one still runs: the second waits for the

@@ -55,8 +55,8 @@ class _Entry:
         stale: whether another server has taken it over.
         saved, token: the version in the store, and the fencing token it was written with.
         answers: answers to the latest requests that made a version: (body's digest, answer) by request.
-        upkeep: lock of background work on the window; requests wait for it.
-        kept_up: the version that was last worked on, and whether bytes were short then.
+        maintenance_lock: held by background work on the window; requests wait for it.
+        compressed_version: the version that was last worked on, and whether bytes were short then.
         pages: in the store, of its evicted chunks.
     """
 
@@ -70,8 +70,8 @@ class _Entry:
     token: int = 1
     answers: dict[str, tuple[str, str]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    upkeep: threading.Lock = field(default_factory=threading.Lock)
-    kept_up: tuple[State, bool] | None = None
+    maintenance_lock: threading.Lock = field(default_factory=threading.Lock)
+    compressed_version: tuple[State, bool] | None = None
 
 
 class OpenWindows:
@@ -91,7 +91,7 @@ class OpenWindows:
         Call it without holding the lock of a registry.
         """
         while sum(map(len, self._registries)) >= self._most:
-            if not any(registry.give_way() for registry in sorted(self._registries, key=len, reverse=True)):
+            if not any(registry.close_idle() for registry in sorted(self._registries, key=len, reverse=True)):
                 raise TooManyWindows(
                     f"all {self._most} windows of the server are in use (--max-windows-total); try again later, or raise it"
                 )
@@ -187,7 +187,9 @@ class WindowRegistry:
         with self._using(window_id) as entry:
             yield entry.window
 
-    def once(self, window_id: str, path: str, key: str | None, body: bytes, work: Callable[[Window], bytes]) -> bytes:
+    def run_once(
+        self, window_id: str, path: str, key: str | None, body: bytes, work: Callable[[Window], bytes]
+    ) -> bytes:
         """Return the result of ``work`` on the window, or the stored one if this request made one of the latest versions.
 
         So a client can repeat a request whose answer it lost, with the same Idempotency-Key, even if the server ended
@@ -209,7 +211,7 @@ class WindowRegistry:
     def _using(self, window_id: str) -> Iterator[_Entry]:
         entry = self._take(window_id)
         try:
-            with entry.upkeep:
+            with entry.maintenance_lock:
                 pass
             yield entry
         finally:
@@ -251,9 +253,9 @@ class WindowRegistry:
         with self._lock:
             deadline = time.monotonic() - self._limits.window_ttl_s
             old = [i for i, entry in self._entries.items() if entry.users == 0 and entry.used <= deadline]
-            return sum(map(self._put_aside, old))
+            return sum(map(self._save_and_close, old))
 
-    def economise(self) -> int:
+    def compress_idle(self) -> int:
         """Compress unused windows (`Window.maintenance.compress`, ``if_short=True``); return the bytes freed.
 
         Each version is tried once, and once more if bytes became short since. Ends as soon as a request waits for the engine.
@@ -270,17 +272,17 @@ class WindowRegistry:
                 continue
             looked = core.state, short
             with self._lock:
-                if entry.users or entry.removed or entry.kept_up == looked:
+                if entry.users or entry.removed or entry.compressed_version == looked:
                     continue
                 entry.users += 1
-                entry.upkeep.acquire()
+                entry.maintenance_lock.acquire()
             try:
                 freed += entry.window.maintenance.compress(if_short=True)
-                entry.kept_up = core.state, short
+                entry.compressed_version = core.state, short
             except CtxwinError as error:  # it is served uncompressed
                 _log.warning("window %s was not compressed: %s", entry.window.id, error)
             finally:
-                entry.upkeep.release()
+                entry.maintenance_lock.release()
                 self._leave(entry)
         return freed
 
@@ -289,14 +291,14 @@ class WindowRegistry:
         with self._lock:
             self._closed = True
             for window_id in list(self._entries):
-                if not self._put_aside(window_id):
+                if not self._save_and_close(window_id):
                     self._release(window_id)
 
-    def give_way(self) -> bool:
+    def close_idle(self) -> bool:
         """Save and close the least recently used idle window that the store accepts; return False if there is none."""
         with self._lock:
             idle = list(islice((i for i, entry in self._entries.items() if entry.users == 0), _TRIES))
-            return any(map(self._put_aside, idle))
+            return any(map(self._save_and_close, idle))
 
     def _take(self, window_id: str) -> _Entry:
         entry = self._entries.get(window_id)
@@ -382,7 +384,7 @@ class WindowRegistry:
     def _check_room(self) -> None:
         if self._closed:
             raise TooManyWindows("the server is shutting down; try another one")
-        if len(self._entries) < self._most or self.give_way():
+        if len(self._entries) < self._most or self.close_idle():
             return
         if all(entry.users for entry in self._entries.values()):
             raise TooManyWindows(f"all {self._most} windows are in use (--max-windows); close some, or try again later")
@@ -441,7 +443,7 @@ class WindowRegistry:
             entry.saved = state
             return None
 
-    def _put_aside(self, window_id: str) -> bool:
+    def _save_and_close(self, window_id: str) -> bool:
         """Save and close a window; return False, and leave it open, if the store refuses its version."""
         try:
             saved = self._save(self._entries[window_id])

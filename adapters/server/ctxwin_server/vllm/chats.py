@@ -202,7 +202,7 @@ class ChatClient:
         """Prepare the turn in a worker thread; return None if that failed."""
         assert isinstance(state.engine, VLLMEngine)
         build = lru_cache(1)(partial(RenderedRequest, state.engine, rendered, reserved))  # in a worker thread, and once
-        begin = partial(state.conversations.begin, build, request.name, fidelity, request.shelf)
+        begin = partial(state.conversations.begin, build, request.name, fidelity, request.record_name)
 
         async def prepare() -> Turn:
             try:
@@ -263,7 +263,7 @@ class ChatClient:
                 self._service.metrics.count(self._service.metrics.fallbacks, request.tenant)
                 if not turn.written_back.done():  # it was not accepted: the queue is full, or the server shuts down
                     await asyncio.to_thread(conversations.finish, turn, finished=False)
-            state.shared.save(request.shelf)
+            state.shared.save(request.record_name)
 
         self._spawn(settle())
 

@@ -18,7 +18,7 @@ from adapters.server.calls import call, wait_for
 from adapters.server.serving import Server, serving
 from ctxwin_client.errors import TooLarge, TooManyRequests
 from ctxwin_server.app import accounts, plain_requests
-from ctxwin_server.app.accounts import BodyBytes, Malformed, decode_json, encode_json, parse_json
+from ctxwin_server.app.accounts import BodyBytes, Malformed, decode_json, encode_body, parse_json
 from ctxwin_server.protocol import multipart
 from ctxwin_server.protocol.limits import Limits
 
@@ -41,7 +41,7 @@ JSON = st.recursive(
 def test_json_is_read_as_the_standard_library_does(data: Any, ascii_only: bool) -> None:
     raw = json.dumps(data, ensure_ascii=ascii_only).encode()
     assert repr(decode_json(raw)) == repr(json.loads(raw))
-    assert repr(json.loads(encode_json(json.loads(raw)))) == repr(json.loads(raw))
+    assert repr(json.loads(encode_body(json.loads(raw)))) == repr(json.loads(raw))
 
 
 @given(st.binary() | st.text(alphabet='[]{}",:0123456789.eE+-\\u dNaInfity\n').map(str.encode))
@@ -61,7 +61,7 @@ def test_what_is_no_json_is_refused_as_the_standard_library_does(raw: bytes) -> 
 
 def test_numbers_and_text_that_msgspec_cannot_write_are_written() -> None:
     for data in ({"seed": 10**40}, ["\ud800"]):
-        assert json.loads(encode_json(data)) == data
+        assert json.loads(encode_body(data)) == data
 
 
 WORDS = "word " * 1_600_000  # 8 MB

@@ -98,19 +98,19 @@ class Chat:
     known: Conversations = field(default_factory=lambda: Conversations(8, 3600.0))
 
     def turn(
-        self, parts: list[str], name: str = "", fidelity: Fidelity = EXACT, shelf: str = "", **options: Any
+        self, parts: list[str], name: str = "", fidelity: Fidelity = EXACT, record_name: str = "", **options: Any
     ) -> Turn:
         engine: Any = FakePrompt(self.store, parts, **options)
         try:
-            return self.known.prepare(engine, name, fidelity, shelf)
+            return self.known.prepare(engine, name, fidelity, record_name)
         except WriteBackPending as error:
             wait(error.pending)
-        return self.known.prepare(engine, name, fidelity, shelf, patient=False)
+        return self.known.prepare(engine, name, fidelity, record_name, patient=False)
 
     def ask(
-        self, parts: list[str], name: str = "", fidelity: Fidelity = EXACT, shelf: str = "", **options: Any
+        self, parts: list[str], name: str = "", fidelity: Fidelity = EXACT, record_name: str = "", **options: Any
     ) -> Turn:
-        turn = self.turn(parts, name, fidelity, shelf, **options)
+        turn = self.turn(parts, name, fidelity, record_name, **options)
         self.known.expect_write_back(turn)
         self.known.finish(turn, finished=True)
         return turn

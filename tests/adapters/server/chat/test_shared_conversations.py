@@ -54,11 +54,11 @@ class Server:
 
     def ask(self, parts: list[str], name: str, fidelity: Fidelity = EXACT, *, written: bool = True) -> Any:
         """Answer a request; ``written``: and wait until the store has its conversation."""
-        shelf = asyncio.run(self.shared.open(name, {}))
-        turn = self.chat.turn(parts, name, fidelity, shelf)
+        record_name = asyncio.run(self.shared.open(name, {}))
+        turn = self.chat.turn(parts, name, fidelity, record_name)
         self.chat.known.expect_write_back(turn)
         self.chat.known.finish(turn, finished=True)
-        self.shared.save(shelf)
+        self.shared.save(record_name)
         if written:
             self.shared.flush()
         return turn
@@ -129,14 +129,14 @@ def test_a_former_owner_writes_nothing(redis: Redis) -> None:
     first, second = fleet(redis)
     name, parts = "n", ["sys", "aaaa", "why?"]
     first.ask(parts, name)
-    shelf = asyncio.run(first.shared.open(name, {}))
-    in_hand = first.chat.turn([*parts, "bbbb", "when?"], name, EXACT, shelf)
+    record_name = asyncio.run(first.shared.open(name, {}))
+    in_hand = first.chat.turn([*parts, "bbbb", "when?"], name, EXACT, record_name)
     second.ask([*parts, "cccc", "who?"], name)
     (key,) = first.store.list("conversation/")
     record = first.store.read(key)
     first.chat.known.finish(in_hand, finished=True)
     for _ in range(3):
-        first.shared.save(shelf)
+        first.shared.save(record_name)
         first.shared.flush()
     assert first.counts == {"written": 1, "fenced_off": 3} and first.store.read(key) == record
     back = first.ask([*parts, "cccc", "who?", "dddd", "where?"], name)
@@ -149,10 +149,10 @@ def test_two_servers_that_begin_one_conversation_at_once_are_not_both_its_owner(
     start = threading.Barrier(4)
 
     def ask(server: Server) -> None:
-        shelf = asyncio.run(server.shared.open(name, {}))
+        record_name = asyncio.run(server.shared.open(name, {}))
         start.wait(60)
-        server.chat.ask(["sys", "aaaa", "why?"], name, shelf=shelf)
-        server.shared.save(shelf)
+        server.chat.ask(["sys", "aaaa", "why?"], name, record_name=record_name)
+        server.shared.save(record_name)
         server.shared.flush()
 
     threads = [threading.Thread(target=ask, args=(server,)) for server in servers]

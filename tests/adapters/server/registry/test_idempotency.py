@@ -53,11 +53,11 @@ def test_results_are_bounded_whatever_the_keys() -> None:
     """An answer may have two bytes, and its key as many as a system prompt takes."""
     results = IdempotencyCache(most=100_000)
     for i in range(1000):
-        results.once("/p", f"{i}" * 1000, b"", lambda: b"{}")
+        results.run_once("/p", f"{i}" * 1000, b"", lambda: b"{}")
     kept = results._kept.items()
     assert len(kept) < 1000 and not results._turns
     assert sum(len(name) + len(asked) + len(raw) for name, (asked, raw) in kept) < 100_000
     with pytest.raises(ZeroDivisionError):
-        results.once("/p", "failed", b"", lambda: b"%d" % (1 // 0))
-    assert results.once("/p", "failed", b"", lambda: b"done") == b"done"
-    assert results.once("/p", "failed", b"", lambda: b"done again") == b"done"
+        results.run_once("/p", "failed", b"", lambda: b"%d" % (1 // 0))
+    assert results.run_once("/p", "failed", b"", lambda: b"done") == b"done"
+    assert results.run_once("/p", "failed", b"", lambda: b"done again") == b"done"
