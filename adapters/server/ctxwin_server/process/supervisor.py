@@ -65,6 +65,7 @@ def supervise(command: Sequence[str], restarts: int, pause: float = 1.0) -> int:
     waiting = False
 
     def forward(number: int, _: Any) -> None:
+        nonlocal waiting
         if number == signal.SIGHUP and signals:  # a terminal that closes may send it twice
             return
         signals.append(number)
@@ -72,7 +73,8 @@ def supervise(command: Sequence[str], restarts: int, pause: float = 1.0) -> int:
         if len(signals) > 1 and child is not None:
             _kill_group(child.pid)
         elif waiting:
-            raise _Told
+            waiting = False
+            raise _ShutdownRequested
 
     numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it
@@ -84,31 +86,28 @@ def supervise(command: Sequence[str], restarts: int, pause: float = 1.0) -> int:
             # Python's tracker removes what a killed process of the server has left; its warnings are not needed.
             warnings = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), _TRACKER_LINES]))
             environment = {**os.environ, JOURNAL: str(suspects), "PYTHONWARNINGS": warnings}
-            row = 0
+            attempts = 0
             while not signals:
                 began = time.monotonic()
                 serving.unlink(missing_ok=True)
                 child = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, process_group=0)
-                try:
+                with contextlib.suppress(_ShutdownRequested):
                     waiting = True
                     if not signals:  # between the lines before
                         child.wait()
-                except _Told:
-                    pass
-                finally:
                     waiting = False
                 if signals:
                     _end(child, _time_to_end(serving))
                     break
                 status = child.returncode
                 _end_group(child.pid, _GROUP_S)
-                row = 1 if time.monotonic() - began > _SERVED_S else row + 1
+                attempts = 1 if time.monotonic() - began > _SERVED_S else attempts + 1
                 died = status == DIED or -status in _KILLED
-                if not died or row > restarts:
+                if not died or attempts > restarts:
                     return status if status >= 0 else 128 - status
-                wait = min(_LONGEST_PAUSE_S, pause * 2 ** (row - 1))
+                wait = min(_LONGEST_PAUSE_S, pause * 2 ** (attempts - 1))
                 cause = "the engine died" if status == DIED else _cause(-status)
-                _log.error("%s; starting again in %g s (%d of %d, --restarts)", cause, wait, row, restarts)
+                _log.error("%s; starting again in %g s (%d of %d, --restarts)", cause, wait, attempts, restarts)
                 child = None
                 woken.wait(wait)
             return 0 if signals[0] == signal.SIGTERM else 128 + signals[0]
@@ -117,7 +116,7 @@ def supervise(command: Sequence[str], restarts: int, pause: float = 1.0) -> int:
             signal.signal(number, handler)
 
 
-class _Told(BaseException):
+class _ShutdownRequested(BaseException):
     """Raised when a signal tells this process to end."""
 
 
