@@ -31,7 +31,7 @@ from ctxwin.store.spans import SpanRepository
 from ctxwin.validation import check_numbers, check_unicode
 from ctxwin.window.removed import note_present, note_removed
 
-__all__ = ["KEPT", "Hit", "Library", "LibraryView", "granted", "libraries"]
+__all__ = ["KEPT", "Hit", "Library", "LibraryView", "granted_libraries", "libraries"]
 
 KEPT = 64
 """Versions of a library that windows can still read."""
@@ -144,7 +144,7 @@ class Library:
             raise TypeError(f"source must be a path, the bytes of a file or a Chunk, got {type(source).__name__}")
         source = bytes(source) if isinstance(source, bytearray | memoryview) else source
         check_unicode("caption", caption)
-        name = nfc(name or _named(source))
+        name = nfc(name or _default_name(source))
         self.check_name(name, replace=replace)
         _check_ttl(ttl)
         return self.add_passages(name, *cut(source, name, caption), ttl=ttl, replace=replace)
@@ -163,7 +163,7 @@ class Library:
         """Add a file that is already cut into passages, ``size`` bytes large; see `add`."""
         stored = tuple(p.model_copy(update={"chunk": self._store_pixels(p.chunk)}) for p in passages)
         entry = Entry(name=name, passages=stored, bytes=size, added=self.clock(), ttl=ttl or self.expires_after)
-        self._add(self._traced([entry]), entry.added, replace)
+        self._add(self._store_entries([entry]), entry.added, replace)
         return entry
 
     def remove(self, name: str) -> None:
@@ -210,7 +210,7 @@ class Library:
                     if entry is None:
                         raise BadMedia(f"{str(path)!r} must be whole, got a file that is not what its key says")
                     entries.append(entry)
-            rows = self._traced(entries)
+            rows = self._store_entries(entries)
             undo.pop_all()
         self._add(rows, self.clock(), replace)
         return tuple(entry.name for entry in entries)
@@ -221,7 +221,7 @@ class Library:
         entries = self._entries(head.editions)
         self._head.update(Head(name=self.name), lambda _: Head(name=self.name))  # empty until nothing is left of it
         for key in list(self.store.list("grants/")):
-            Fenced(self.store, key).update(Granted(), self._ungranted)
+            Fenced(self.store, key).update(Granted(), self._without_grant)
         self._drop_editions({key for _, key in head.editions})
         note_removed(origin_of(self._id, key) for key in entries)
         self._corpora = LRUCache(_CORPORA)
@@ -319,19 +319,19 @@ class Library:
 
     def grant(self, tenant: str) -> None:
         """Allow a tenant to read it."""
-        self._granted(tenant).update(Granted(), lambda g: Granted(libraries=tuple(sorted({*g.libraries, self.name}))))
+        self._grants_of(tenant).update(Granted(), lambda g: Granted(libraries=tuple(sorted({*g.libraries, self.name}))))
 
     def revoke(self, tenant: str) -> None:
         """Withdraw a tenant's grant; its windows keep the passages they have placed."""
-        self._granted(tenant).update(Granted(), self._ungranted)
+        self._grants_of(tenant).update(Granted(), self._without_grant)
 
-    def _ungranted(self, granted: Granted) -> Granted:
+    def _without_grant(self, granted: Granted) -> Granted:
         return Granted(libraries=tuple(name for name in granted.libraries if name != self.name))
 
-    def _granted(self, tenant: str) -> Fenced:
+    def _grants_of(self, tenant: str) -> Fenced:
         return Fenced(self.store, f"grants/{digest('grants', tenant)}")
 
-    def used(self, names: Sequence[str]) -> None:
+    def renew(self, names: Sequence[str]) -> None:
         """Renew the expiry of used files that are past half of their ttl."""
         now = self.clock()
         expires, rows = self._head.read(Head(name=self.name)).expires, {r.name: r for r in self.view().rows}
@@ -389,7 +389,7 @@ class Library:
         parts = tuple(p.model_copy(update={"source": None}) if p in chunk.media else p for p in chunk.parts)
         return chunk.light().model_copy(update={"parts": parts})
 
-    def _traced(self, entries: Sequence[Entry]) -> list[Row]:
+    def _store_entries(self, entries: Sequence[Entry]) -> list[Row]:
         """Store ``entries`` and their traces; return their rows."""
         if self.store.read(self._head.key) is None:  # before what it lists, so that it is known to be lost (`_lost`)
             self._head.update(self._current(), lambda head: head)
@@ -485,7 +485,7 @@ def libraries(store: Store) -> Iterator[str]:
             yield name
 
 
-def granted(store: Store, tenant: str) -> tuple[str, ...]:
+def granted_libraries(store: Store, tenant: str) -> tuple[str, ...]:
     """Return the libraries in ``store`` that ``tenant`` may read.
 
     Libraries that are not granted are not read, so that they take as long to refuse as those that do not exist.
@@ -504,7 +504,7 @@ def _check_ttl(ttl: float | None) -> None:
         raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
 
 
-def _named(source: str | Path | bytes | Chunk) -> str:
+def _default_name(source: str | Path | bytes | Chunk) -> str:
     if isinstance(source, Chunk):
         return source.label or source.id[:16]
     return "" if isinstance(source, bytes) else Path(source).name

@@ -83,7 +83,7 @@ class LibraryView:
         Their files count as used. Raises ChunkUnavailable.
         """
         hits, corpus = self.search(query, k), self.library.corpus(self.rows)
-        self.library.used(list(dict.fromkeys(hit.file for hit in hits)))
+        self.library.renew(list(dict.fromkeys(hit.file for hit in hits)))
         self.library.sweep(engine)
         rows = {row.name: row for row in self.rows}
         origins = {name: self.library.trace(rows[name], engine) for name in {hit.file for hit in hits}}

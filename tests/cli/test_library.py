@@ -50,13 +50,13 @@ def test_a_library_travels_as_a_file(tmp_path: Path, files: tuple[Path, Path]) -
 
 
 def test_grants_are_given_and_taken(tmp_path: Path, files: tuple[Path, Path]) -> None:
-    from ctxwin.library.library import granted
+    from ctxwin.library.library import granted_libraries
 
     invoke("library", "add", tmp_path / "kv", "shelf", files[0])
     for arguments, wanted in (((), ("shelf",)), (("--revoke",), ())):
         assert invoke("library", "grant", tmp_path / "kv", "shelf", "acme", *arguments).exit_code == 0
         store = open_store(f"disk:{tmp_path / 'kv'}")
-        assert granted(store, "acme") == wanted
+        assert granted_libraries(store, "acme") == wanted
         store.close()
 
 

@@ -28,7 +28,7 @@ from ctxwin.errors import (
     UnknownVersion,
 )
 from ctxwin.library.files import MAX_TEXT, _pieces, passages_of
-from ctxwin.library.library import KEPT, granted, libraries
+from ctxwin.library.library import KEPT, granted_libraries, libraries
 from ctxwin.media import png
 from library.conftest import Clock
 from window.fake import FakeEngine
@@ -286,9 +286,9 @@ def test_grants_are_told_apart_from_what_is_not_there_by_nothing(engine: FakeEng
         Library(engine.store, name).add(b"text", "a.txt")
     Library(engine.store, "handbook").grant("acme")
     Library(engine.store, "secret").grant("bolt")
-    assert granted(engine.store, "acme") == ("handbook",) and granted(engine.store, "nobody") == ()
+    assert granted_libraries(engine.store, "acme") == ("handbook",) and granted_libraries(engine.store, "nobody") == ()
     Library(engine.store, "handbook").revoke("acme")
-    assert granted(engine.store, "acme") == ()
+    assert granted_libraries(engine.store, "acme") == ()
     assert sorted(libraries(engine.store)) == ["handbook", "secret"]
 
 
@@ -376,7 +376,7 @@ def test_an_export_is_loaded_elsewhere(shelf: Library, engine: FakeEngine, tmp_p
     assert copy.load(tmp_path / "shelf.ctxwin", replace=True) and copy.view().version == 2
 
 
-@pytest.mark.parametrize("name", ["put", "_traced"])
+@pytest.mark.parametrize("name", ["put", "_store_entries"])
 def test_an_interrupted_load_leaves_nothing(
     shelf: Library, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,7 +391,7 @@ def test_an_interrupted_load_leaves_nothing(
     def interrupted(*arguments: Any) -> Any:
         done = real(*arguments)
         calls.append(arguments)
-        if len(calls) == 2 or name == "_traced":
+        if len(calls) == 2 or name == "_store_entries":
             raise KeyboardInterrupt
         return done
 
@@ -431,12 +431,12 @@ def test_malformed_records_are_misses_and_are_not_written_over(
     assert shelf.repo.put_json(key, said, bound=False)
     assert get(shelf.repo, key, Entry) is None and shelf.repo.counters.corrupt == 1
     shelf.grant("acme")
-    assert granted(shelf.store, "acme") == (shelf.name,)
+    assert granted_libraries(shelf.store, "acme") == (shelf.name,)
     (grants,) = shelf.store.list("grants/")
     for planted in (b"{", b"[]", b'{"libraries": 3}', b'{"libraries": [], "since": 7}', b"\xff", b""):
         claimed = shelf.store.claim(grants)
         assert claimed is not None and shelf.store.commit(grants, planted, claimed[0])
-        assert granted(shelf.store, "acme") == ()
+        assert granted_libraries(shelf.store, "acme") == ()
         with pytest.raises(StoreUnavailable, match="must be readable"):
             shelf.grant("acme")
         assert shelf.store.read(grants) == planted
@@ -466,7 +466,7 @@ def test_a_library_in_a_store_that_refuses_is_read(
     shelf.add(b"text", "a.txt", ttl=100)
     monkeypatch.setattr(shelf.store, "put", lambda key, value: False)
     clock.now += 60
-    shelf.used(["a.txt"])  # past half of its time, which cannot be renewed
+    shelf.renew(["a.txt"])  # past half of its time, which cannot be renewed
     assert texts(shelf) == {"a.txt": ["text"]}
     with pytest.raises(StoreFull, match="full or read only"):
         shelf.add(b"text", "b.txt")

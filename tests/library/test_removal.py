@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ctxwin import Chunk, Fidelity, Library, Window, open_store
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.library import Vectors
-from ctxwin.library.library import KEPT, granted
+from ctxwin.library.library import KEPT, granted_libraries
 from ctxwin.media import png
 from ctxwin.store.base import Store
 from library.conftest import Clock
@@ -172,7 +172,7 @@ def test_a_grantee_loses_what_is_removed_elsewhere(clock: Clock) -> None:
     read.sweep(reader)
     assert not left(reader.store) - independent(left(reader.store), reader)
     written.delete()
-    assert granted(references, "acme") == ()
+    assert granted_libraries(references, "acme") == ()
 
 
 def test_what_was_replaced_goes_with_its_last_reader(clock: Clock) -> None:

@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import CtxwinError, StoreFull
-from ctxwin.library.library import Hit, Library, granted, libraries
+from ctxwin.library.library import Hit, Library, granted_libraries, libraries
 from ctxwin.library.records import Row
 from ctxwin.library.traces import collect, library_id, traced_libraries
 from ctxwin_client.errors import NotAllowed, UnknownLibrary
@@ -51,11 +51,11 @@ class Libraries:
 
         A library that is not granted is not read, so its lookup takes as long as that of a missing one.
         """
-        tenant_library = self._open_library(self.engine.repo.store, name, is_own=True)
+        tenant_library = self._open_library(name)
         if tenant_library.exists:
             return tenant_library
-        if self.references is not None and name in granted(self.references, self.tenant):
-            return self._open_library(self.references, name, is_own=False)
+        if name in self._granted_names():
+            return self._open_library(name, self.references)
         raise UnknownLibrary(f"library must be the tenant's own or a granted one, got {name[:100]!r}")
 
     def find_own(self, name: str) -> Library:
@@ -67,13 +67,9 @@ class Libraries:
 
     def describe_all(self) -> list[dict[str, Any]]:
         """Describe every library that this tenant can read."""
-        own = (self._open_library(self.engine.repo.store, name, is_own=True) for name in self._own_names())
-        descriptions = [self.describe(library) for library in own]
-        names = {description["id"] for description in descriptions}
-        for name in granted(self.references, self.tenant) if self.references else ():
-            if name not in names:
-                descriptions.append(self.describe(self._open_library(self.references, name, is_own=False)))  # type: ignore[arg-type]
-        return descriptions
+        own = self._own_names()
+        shared = (self._open_library(name, self.references) for name in self._granted_names() if name not in own)
+        return [self.describe(library) for library in (*map(self._open_library, own), *shared)]
 
     def describe(self, library: Library) -> dict[str, Any]:
         """Describe a library as JSON, with the field names of OpenAI's vector stores where they fit."""
@@ -91,7 +87,7 @@ class Libraries:
 
     def create(self, name: str, ttl: float | None) -> dict[str, Any]:
         """Create a library of the tenant's own. Raises NameTaken; StoreFull at the limit of libraries."""
-        library = self._open_library(self.engine.repo.store, name, is_own=True)
+        library = self._open_library(name)
         if not library.exists:
             self._check_room()
         library.create(ttl=ttl)
@@ -107,9 +103,9 @@ class Libraries:
 
         Raises as `Library.add`; BadMedia if it cannot be split within the server's limits.
         """
-        library = self._open_library(self.engine.repo.store, name, is_own=True)
+        library = self._open_library(name)
         if not library.exists:
-            if self.references is not None and name in granted(self.references, self.tenant):
+            if name in self._granted_names():
                 self.find_own(name)
             self._check_room()
         library.check_name(file, replace=replace)
@@ -128,19 +124,20 @@ class Libraries:
 
     def sweep(self) -> None:
         """Remove expired files, and what this tenant's store still holds of removed or no longer readable ones."""
-        repo = self.engine.repo
-        readable = [(repo.store, name, True) for name in self._own_names()]
-        for name in granted(self.references, self.tenant) if self.references else ():
-            readable.append((self.references, name, False))  # type: ignore[arg-type]
-        for store, name, is_own in readable:
-            self._open_library(store, name, is_own=is_own).sweep(self.engine)
-        for library in traced_libraries(repo.store) - {library_id(name) for _, name, _ in readable}:
+        repo, own, shared = self.engine.repo, self._own_names(), self._granted_names()
+        for name in own:
+            self._open_library(name).sweep(self.engine)
+        for name in shared:
+            self._open_library(name, self.references).sweep(self.engine)
+        for library in traced_libraries(repo.store) - {library_id(name) for name in (*own, *shared)}:
             collect(repo, library, set())
 
-    def _open_library(self, store: Store, name: str, *, is_own: bool) -> Library:
+    def _open_library(self, name: str, references: Store | None = None) -> Library:
+        """Open a library of the tenant's own, or one of ``references``."""
+        is_own = references is None
         library = self._open.get((is_own, name))
         if library is None:
-            limits = self.limits
+            limits, store = self.limits, references or self.engine.repo.store
             size, files, passages = limits.max_library_bytes, limits.max_library_files, limits.max_chunks
             library = Library(store, name, max_bytes=size, max_files=files, max_passages=passages)
             if not is_own or library.exists:  # names that do not exist are not cached
@@ -149,6 +146,9 @@ class Libraries:
 
     def _is_own(self, library: Library) -> bool:
         return library.store is self.engine.repo.store
+
+    def _granted_names(self) -> Sequence[str]:
+        return () if self.references is None else granted_libraries(self.references, self.tenant)
 
     def _own_names(self) -> list[str]:
         names = sorted(libraries(self.engine.repo.store))
