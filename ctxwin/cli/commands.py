@@ -79,12 +79,12 @@ class Commands(TyperGroup):
         raise typer.Exit(stopping.status()) from None
 
 
-def checked_mode(option: str, mode: str) -> Mode:
-    """Return ``mode`` as a mode of `Fidelity`. Raises ValueError, with the name of the option, for another one."""
+def checked_mode(mode: str) -> Mode:
+    """Return the value of ``--mode`` as a mode of `Fidelity`. Raises ValueError for another one."""
     from ctxwin.fidelity import Mode
 
     if mode not in get_args(Mode):
-        raise ValueError(f"{option} must be auto, exact, patched or blind, got {mode!r}")
+        raise ValueError(f"--mode must be auto, exact, patched or blind, got {mode!r}")
     return cast("Mode", mode)
 
 

@@ -57,7 +57,7 @@ def demo(
         raise ValueError(f"--no-profile needs --mode auto, got --mode {mode}")
     if rank is not None and mode != "patched":
         raise ValueError(f"--rank needs --mode patched, got --mode {mode}")
-    fidelity = Fidelity(checked_mode("--mode", mode), **({} if rank is None else {"rank": rank}))
+    fidelity = Fidelity(checked_mode(mode), **({} if rank is None else {"rank": rank}))
     options = Options(
         video=video,
         out=out,

@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 from ctxwin.store.lru import LRUCache
 
@@ -15,9 +14,8 @@ class _OncePerMinute(logging.Filter):
     """Passes the first record of each ``kind`` (given as ``extra={"kind": ...}``) in a minute; the next one says how many it
     stands for. Records without a kind pass."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._clock = clock
         self._lock = threading.Lock()
         self._kinds: LRUCache[tuple[float, int]] = LRUCache(_KINDS)  # when the next one passes, and how many did not
 
@@ -27,7 +25,7 @@ class _OncePerMinute(logging.Filter):
             return True
         with self._lock:
             due, dropped = self._kinds.get(kind) or (0.0, 0)
-            now = self._clock()
+            now = time.monotonic()
             passes = now >= due
             self._kinds.put(kind, (now + _PAUSE_S, 0) if passes else (due, dropped + 1), 1)
         if passes and dropped:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from ctxwin.cli.commands import Commands
 from ctxwin.progress import progress, progress_line, stages
-from ctxwin_evals.console import Config, preset
+from ctxwin_evals.console import Config, quick_option
 
 app = typer.Typer(cls=Commands, add_completion=False)
 
@@ -28,7 +28,7 @@ def measure(
     max_tokens: int = 8,
     sizes: str = "1,2",
     decoded: bool = False,
-    quick: Annotated[bool, preset("--quick", "Less.", max_tokens=2, sizes="1")] = False,
+    quick: Annotated[bool, quick_option("Less.", max_tokens=2, sizes="1")] = False,
     config: Config = None,
 ) -> None:
     typer.echo(f"{task} {max_tokens} {sizes} {decoded} {quick}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import shutil
 import sqlite3
@@ -12,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,8 +50,7 @@ class TestFailures:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         now = 0.0
-        (throttle,) = logging.getLogger("ctxwin.store.disk").filters
-        monkeypatch.setattr(throttle, "_clock", lambda: now)
+        monkeypatch.setattr("ctxwin.store.failure_log.time", SimpleNamespace(monotonic=lambda: now))
 
         def full(_: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -199,12 +199,12 @@ Config = Annotated[
 ]
 
 
-def preset(name: str, about: str, **chosen: Any) -> Any:
-    """A flag that changes the defaults of some options; flags and a configuration file still win over it."""
+def quick_option(about: str, **chosen: Any) -> Any:
+    """Return a flag that changes the defaults of some options; flags and a configuration file still win over it."""
 
     def apply(context: typer.Context, value: bool) -> bool:
         if value and not context.resilient_parsing:
             context.default_map = {**chosen, **(context.default_map or {})}
         return value
 
-    return typer.Option(name, is_eager=True, callback=apply, help=about)
+    return typer.Option("--quick", is_eager=True, callback=apply, help=about)

@@ -206,7 +206,7 @@ class Runner:
         """Contexts of their own seeds, to fit bases and weights on."""
         if not self._decoder.engine.spec.vision:
             raise ValueError("weights and shared bases are fitted on pictures: the model must see, got a text model")
-        for part in by_shape(fit_cases(0, BASIS_ITEMS, TinyOptions().frames)):
+        for part in by_shape(fit_cases(BASIS_ITEMS, TinyOptions().frames)):
             patcher = Patcher(self._decoder.spec)
             yield self._measurer_type.groups(self._decoder, part, patcher, self.settings.system_prompt)
 

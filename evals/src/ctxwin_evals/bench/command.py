@@ -11,7 +11,7 @@ import typer
 
 from ctxwin.cli.commands import disable_audits, quiet
 from ctxwin.files import check_writable
-from ctxwin_evals.console import Config, EngineOptions, Json, Threads, new_table, preset
+from ctxwin_evals.console import Config, EngineOptions, Json, Threads, new_table, quick_option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +42,7 @@ def reuse(
     threads: Threads = 0,
     seed: Annotated[int, typer.Option(help="Seed of the model's weights, the content and the order.")] = 0,
     quick: Annotated[
-        bool, preset("--quick", "Three minutes on 2 cores: 79M parameters, 512 tokens.", tokens="512", runs=12)
+        bool, quick_option("Three minutes on 2 cores: 79M parameters, 512 tokens.", tokens="512", runs=12)
     ] = False,
     config: Config = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON object to this file.")] = None,

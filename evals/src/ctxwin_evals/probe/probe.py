@@ -162,8 +162,7 @@ class Probe:
                 reads = [c.kind for c in competences if c.reads]
                 result["proving"] = self._prove(judgement.evidence, reads, result["curve"])
             result |= {"survivors": self._survivors()} | self._moves()
-        chunks = self._timely("what computing and loading cost", self.sizes.chunks, 1.0)
-        result["cost"] = costs(self.engine, self.source.system_prompt, *self._setting, chunks)
+        result["cost"] = costs(self.engine, self.source.system_prompt, *self._setting, self._chunk_sizes())
         blind = result["arms"].get(judgement.evidence or "cross", {}).get("blind")
         survivors = result.get("survivors", [])
         result["fidelity"] = self._fidelity(judgement, survivors)
@@ -212,12 +211,13 @@ class Probe:
                 if self._late(stage, done, len(rows), until):
                     return
 
-    def _timely(self, stage: str, sizes: Sequence[int], until: float) -> Iterator[int]:
-        """Sizes one by one; as `_batches` otherwise."""
+    def _chunk_sizes(self) -> Iterator[int]:
+        """Yield the chunk sizes whose costs are measured, while there is time, after one at least."""
+        stage, sizes = "what computing and loading cost", self.sizes.chunks
         self.progress(stage, 0, len(sizes))
         for done, size in enumerate(sizes, 1):
             yield size
-            if self._late(stage, done, len(sizes), until):
+            if self._late(stage, done, len(sizes), until=1.0):
                 return
 
     def _late(self, stage: str, done: int, total: int, until: float) -> bool:

@@ -63,7 +63,7 @@ def energy_ranks(deficit: Deficit, share: float = ENERGY) -> tuple[int, list[int
 
 
 def functional_rank(
-    ranks: Sequence[int], kls: np.ndarray, blind: np.ndarray, clusters: Sequence[str], resamples: int = 500
+    ranks: Sequence[int], kls: np.ndarray, blind: np.ndarray, clusters: Sequence[str]
 ) -> dict[str, Any] | None:
     """Smallest rank on the plateau of the divergence (Kamera, section 4 and appendix C.2).
 
@@ -81,7 +81,7 @@ def functional_rank(
         return None
     names = sorted(set(clusters))
     member = np.array([[c == name for c in clusters] for name in names], dtype=np.float64)
-    draws = np.random.default_rng(0x72616E6B).multinomial(len(names), np.full(len(names), 1 / len(names)), resamples)
+    draws = np.random.default_rng(0x72616E6B).multinomial(len(names), np.full(len(names), 1 / len(names)), size=500)
     weights = np.concatenate([np.ones((1, len(clusters))), draws @ member])
     means, without = weights @ kls.T, weights @ blind
     closed = (without[:, None] - means) / np.maximum(without - means[:, -1], 1e-30)[:, None]

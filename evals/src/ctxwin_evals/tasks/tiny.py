@@ -147,10 +147,10 @@ CONTROLS = ("single_hop", "slide_distractor", "slide_repeated")
 WORLD_TASKS = ("single_hop", "multi_hop", "graded", "order")
 
 
-def fit_cases(seed: int, count: int, frames: Sequence[int]) -> list[Item]:
+def fit_cases(count: int, frames: Sequence[int]) -> list[Item]:
     """Contexts to fit a shared basis on, from a seed space of their own."""
     fitting = [TASKS[name] for name in ("multi_hop", "order", "graded") if TASKS[name].least <= max(frames)]
-    return [fitting[i % len(fitting)].case(seed, i, frames, space=FIT_SPACE) for i in range(count)]
+    return [fitting[i % len(fitting)].case(0, i, frames, space=FIT_SPACE) for i in range(count)]
 
 
 @dataclass(frozen=True)
