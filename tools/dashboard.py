@@ -59,7 +59,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Waiting, and running in vLLM", "short", [
             ("sum by (tenant) (ctxwin_requests_waiting)", "waiting {{tenant}}"), ("sum(vllm:num_requests_running)", "running"),
         ]),
-        ("Window operations", "ops", by("window_operations", "op")),
+        ("Window operations", "ops", [*by("window_operations", "op"), *by("window_records", "result")]),
         ("Frames pushed into live streams", "ops", by("live_frames", "result")),
         ("Open windows", "short", [("sum by (tenant) (ctxwin_windows_open)", "{{tenant}}")]),
         ("Memory of the server", "bytes", [

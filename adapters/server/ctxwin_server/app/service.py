@@ -262,7 +262,8 @@ class Service:
         """Update metrics from counters kept elsewhere."""
         self.metrics.read_memory(self.memory.used, self.memory.limit, self.memory.refused)
         for state in self._tenant_states.values():
-            self.metrics.read(state.tenant, state.engine, len(state.windows), self.pool.waiting(state.tenant))
+            records = {"reopened": state.windows.taken_over, "fenced_off": state.windows.fenced_off}
+            self.metrics.read(state.tenant, state.engine, len(state.windows), self.pool.waiting(state.tenant), records)
             auditor = auditor_of(state.engine)
             strategies = auditor.ledger(state.engine, self.limits.fidelity.advanced.reference).record.ways
             known = {name: strategies.get(name, Evidence()) for name in STRATEGIES}

@@ -85,6 +85,7 @@ class Metrics:
         self.store_bytes = gauge("store_bytes", "Bytes held", "tier")
         self.store_items = gauge("store_items", "Values held", "tier")
         self.open = gauge("windows_open", "Open windows")
+        self.window_records = counter("window_records", "Versions of windows: reopened here, or fenced_off", "result")
         self.waiting = gauge("requests_waiting", "Requests to windows and chunks that wait for their turn")
         self.chats = counter("chats", "Plain chats by what is behind: window, none, or a window that failed", "behind")
         self.alone = counter("chats_alone", "Plain chats with windows that vLLM computed alone, by reason", "reason")
@@ -177,7 +178,7 @@ class Metrics:
         self.count(self.rewrite_tokens, tenant, result, by=tokens)
         self.count(self.kept_pictures, tenant, by=pictures)
 
-    def read(self, tenant: str, engine: Engine, windows: int, waiting: int) -> None:
+    def read(self, tenant: str, engine: Engine, windows: int, waiting: int, records: Mapping[str, int]) -> None:
         """Update metrics from counters kept elsewhere; called before the metrics are shown."""
         repo, encodes = engine.repo, engine.counters.vision_encodes
         with self._lock:
@@ -188,6 +189,8 @@ class Metrics:
             self._rise(self.encodes_saved, max(0, self._media[tenant] - encodes), tenant)
             self.with_labels(self.open, tenant).set(windows)
             self.with_labels(self.waiting, tenant).set(waiting)
+            for result, total in records.items():
+                self._rise(self.window_records, total, tenant, result)
             for tier, stats in _tiers(repo.store):
                 self._rise(self.store_reads, stats.hits, tenant, tier, "hit")
                 self._rise(self.store_reads, stats.misses, tenant, tier, "miss")
