@@ -36,7 +36,7 @@ def origin_of(library: str, entry: str) -> str:
 
 
 def note_trace(repo: SpanRepository, origin: str, entry: Entry, engine: Engine | None = None) -> None:
-    """Records in ``repo`` what ``entry`` leaves there: by being added, or by being prepared or placed on ``engine``.
+    """Record in ``repo`` what ``entry`` leaves there: by being added, or by being prepared or placed on ``engine``.
 
     Cost: a lookup where that is recorded already.
     """
@@ -55,7 +55,7 @@ def note_trace(repo: SpanRepository, origin: str, entry: Entry, engine: Engine |
 
 
 def note_keys(repo: SpanRepository, origin: str, keys: Sequence[str], name: str) -> None:
-    """Records that ``keys`` in ``repo`` follow from a file, for what is called ``name``."""
+    """Record that ``keys`` in ``repo`` follow from a file, for what is called ``name``."""
     key = f"{_PREFIX}{origin}/{digest('keys', name)[:16]}"
     if not repo.contains(key):
         _put(repo, key, (), keys)
@@ -78,7 +78,7 @@ def traced_entries(repo: SpanRepository, library: str) -> Iterator[str]:
 
 
 def collect(repo: SpanRepository, library: str, present: set[str]) -> bool:
-    """Removes what files that have left ``library`` left in the store of ``repo``.
+    """Remove what files that have left ``library`` left in the store of ``repo``.
 
     What another file needs stays, and so does what a window that is open here has placed, or had placed from elsewhere.
 

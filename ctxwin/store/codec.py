@@ -105,7 +105,7 @@ def frame_head(kind: int, header: Mapping[str, Any], body_bytes: int, sum_bytes:
 
 
 def read_prefix(raw: Buffer, available: int | None) -> Prefix:
-    """Checks the first 32 bytes of a frame of ``available`` bytes (None: of any number); raises StoreCorrupt. O(1)."""
+    """Check the first 32 bytes of a frame of ``available`` bytes (None: of any number); raise StoreCorrupt. O(1)."""
     if len(raw) < PREFIX.size:
         raise StoreCorrupt(f"a blob must have at least {PREFIX.size} bytes, got {len(raw)}")
     magic, version, kind, header_bytes, body_bytes, sum_bytes = PREFIX.unpack_from(raw)
@@ -161,7 +161,7 @@ class Seal:
         return head, code + hashed.digest()
 
     def check(self, key: str, head: Buffer, value: Buffer, tail: Buffer) -> None:
-        """Checks that ``head`` and ``tail`` are what `close` gave for ``key`` and ``value``. Cost: as there.
+        """Check that ``head`` and ``tail`` are what `close` gave for ``key`` and ``value``. Cost: as there.
 
         Raises:
             ForeignRecordError: they are whole, and sealed with another secret.
@@ -217,7 +217,7 @@ def _meta(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode_bytes(payload: bytes, meta: Mapping[str, Any]) -> bytes:
-    """Frames a raw payload (an encoded image, JSON), without a checksum. Cost: one copy."""
+    """Frame a raw payload (an encoded image, JSON), without a checksum. Cost: one copy."""
     return frame_head(BYTES, {"meta": dict(meta)}, len(payload), 0) + payload
 
 
@@ -230,7 +230,7 @@ def decode_bytes(blob: bytes) -> tuple[bytes, dict[str, Any]]:
 def encode_tensors(
     tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any] | None = None, *, checked: bool = True
 ) -> bytes:
-    """Frames named dense tensors of any shape, on any device.
+    """Frame named dense tensors of any shape, on any device.
 
     Args:
         tensors: by name; strided tensors with one of `DTYPES`. Values are stored bit for bit (NaN payloads too).
@@ -354,7 +354,7 @@ def _entry(entry: Any) -> tuple[str, str, tuple[int, ...], int]:
 
 @cache
 def _take_warning() -> None:
-    """Takes torch's once-a-process warning about read-only buffers, so that no caller ever sees it.
+    """Take torch's once-a-process warning about read-only buffers, so that no caller ever sees it.
 
     `warnings.catch_warnings` is not thread-safe, so it is entered once, under a lock, and not around every decode.
     """

@@ -88,7 +88,7 @@ class RawDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
         return Row(filename, value)
 
     def remove(self, file_path: Any) -> None:
-        """Removes the file of a row that is replaced or has expired."""
+        """Remove the file of a row that is replaced or has expired."""
         remove_record(self._folder, file_path)
 
 

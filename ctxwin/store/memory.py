@@ -91,7 +91,7 @@ class MemoryStore(Store):
             return None if item is None else item.value
 
     def put(self, key: str, value: bytes) -> bool:
-        """Stores ``value``; False where it cannot fit beside what is leased. O(evicted)."""
+        """Store ``value``; False where it cannot fit beside what is leased. O(evicted)."""
         check_key(key)
         check_value(value)
         with self._lock:
@@ -115,7 +115,7 @@ class MemoryStore(Store):
             return True
 
     def delete(self, key: str) -> bool:
-        """Removes ``key``, leased or not; False where there was none. O(1)."""
+        """Remove ``key``, leased or not; False where there was none. O(1)."""
         with self._lock:
             return self._find(check_key(key)) is not None and self._drop(key)
 
@@ -166,7 +166,7 @@ class MemoryStore(Store):
         return sum(1 for _ in self.list()), 0
 
     def close(self) -> None:
-        """Drops everything; idempotent. Later calls raise ValueError."""
+        """Drop everything; idempotent. Later calls raise ValueError."""
         with self._lock:
             for key in (*self._items, *self._held):
                 self._drop(key)

@@ -104,7 +104,7 @@ class MooncakeStore(SealedStore):
         return value
 
     def put(self, key: str, value: bytes) -> bool:
-        """Stores ``value``; False where it cannot fit beside what is leased here, or the cluster has no room."""
+        """Store ``value``; False where it cannot fit beside what is leased here, or the cluster has no room."""
         check_key(key)
         check_value(value)
         self._check_open()
@@ -139,7 +139,7 @@ class MooncakeStore(SealedStore):
             return True
 
     def delete(self, key: str) -> bool:
-        """Removes ``key`` for everybody, leased or not; False where there was none."""
+        """Remove ``key`` for everybody, leased or not; False where there was none."""
         self._check_open()
         self._expire()
         with self._lock:
@@ -166,7 +166,7 @@ class MooncakeStore(SealedStore):
         return iter([key for key, answer in zip(mine, there, strict=True) if answer == 1])
 
     def lease(self, key: str) -> bool:
-        """Protects ``key`` from this process's evictions; Mooncake's own do not know of it."""
+        """Protect ``key`` from this process's evictions; Mooncake's own do not know of it."""
         with self._lock:
             if not self.contains(key):
                 return False
@@ -183,7 +183,7 @@ class MooncakeStore(SealedStore):
             return self._tally.stats(len(self._put), self._bytes)
 
     def close(self) -> None:
-        """Leaves the cluster, which loses what lay on this machine; idempotent. Later calls raise ValueError."""
+        """Leave the cluster, which loses what lay on this machine; idempotent. Later calls raise ValueError."""
         if not self._closed:
             self._closed = True
             self._client.close()

@@ -182,7 +182,7 @@ class TieredStore(Store):
         return max(limits) if all(limits) else 0
 
     def verify(self) -> tuple[int, int]:
-        """Sums over the tiers; a key held twice counts twice."""
+        """Sum over the tiers; a key held twice counts twice."""
         checked = [tier.verify() for tier in self.tiers]
         return sum(good for good, _ in checked), sum(corrupt for _, corrupt in checked)
 

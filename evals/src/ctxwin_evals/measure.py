@@ -31,7 +31,7 @@ _COSTS = ("stored", "over", "computed", "forwards", "encodes")
 
 
 @dataclass
-class Said:
+class Reply:
     """Answer of the model about one item, given the KV of one arm.
 
     Attributes:
@@ -111,7 +111,7 @@ class Measurer:
         numbers = {_context(item): b for b, item in enumerate(group.items)}
         rows = [numbers[_context(item)] for item in items]
         base = reference if base is None else base
-        results: dict[Arm, tuple[list[Served | None], list[Said | None]]] = {}
+        results: dict[Arm, tuple[list[Served | None], list[Reply | None]]] = {}
         for arm in dict.fromkeys((reference, base, *([control] if control else []), *arms)):
             entries = arm.serve(group)
             selected = [entries[row] for row in rows]
@@ -160,7 +160,7 @@ class Measurer:
         same |= {"case": item.digest, "frames": len(item.placed), "question": item.query, "meta": dict(item.meta)}
         return Sample(arm=arm.name, **same, **more)
 
-    def _distances(self, reference: Said, other: Said) -> tuple[float, float | None]:
+    def _distances(self, reference: Reply, other: Reply) -> tuple[float, float | None]:
         """KL of the next token, and its mean along the reference's answer; None where that has one token."""
         kl = self.divergence(reference.logits, other.logits)
         if reference.forced is None or other.forced is None:
@@ -173,8 +173,8 @@ class Measurer:
         return {"placed": group.context_tokens, "tokens": tokens, "media": media}
 
     def _ask(
-        self, group: Group, items: Sequence[Item], served: Sequence[Served | None], first: Sequence[Said | None] | None
-    ) -> list[Said | None]:
+        self, group: Group, items: Sequence[Item], served: Sequence[Served | None], first: Sequence[Reply | None] | None
+    ) -> list[Reply | None]:
         """Ask each item's question given the spans served for it; ``first`` holds the reference's answers."""
         kinds: dict[object, list[tuple[int, Served]]] = {}
         for i, one in enumerate(served):
@@ -184,7 +184,7 @@ class Measurer:
             item, alone = items[i], i if one.policy is not None else -1
             slots, length = sum(span.tokens for span in one.spans), self.decoder.query(item.query).tokens
             kinds.setdefault((slots, _begin(one, group), length, item.max_tokens, alone), []).append((i, one))
-        out: list[Said | None] = [None] * len(items)
+        out: list[Reply | None] = [None] * len(items)
         for same in kinds.values():
             memory, some = group.memory([one.spans for _, one in same]), [items[i] for i, _ in same]
             references = [answer for i, _ in same if first is not None and (answer := first[i]) is not None]
@@ -194,17 +194,17 @@ class Measurer:
         return out
 
     def _answers(
-        self, memory: Memory, items: Sequence[Item], begin: int, policy: Policy | None, first: Sequence[Said]
-    ) -> list[Said]:
+        self, memory: Memory, items: Sequence[Item], begin: int, policy: Policy | None, first: Sequence[Reply]
+    ) -> list[Reply]:
         queries, longest = [self.decoder.query(item.query) for item in items], items[0].max_tokens
         if not self.along and longest == 1:
             logits = self.decoder.read(memory, [item.query for item in items], begin)
-            return [Said(row.numpy(), self.text([int(row.argmax())])) for row in logits]
+            return [Reply(row.numpy(), self.text([int(row.argmax())])) for row in logits]
         if not (self.along and first):
             continuations = generate(self.decoder, memory, queries, begin, max_tokens=longest, policy=policy)
             ids = [one.whole if self.along else one.token_ids for one in continuations]
             answers = [
-                Said(one.logits[0].numpy(), self.text(one.token_ids), token_ids)
+                Reply(one.logits[0].numpy(), self.text(one.token_ids), token_ids)
                 for one, token_ids in zip(continuations, ids, strict=True)
             ]
             along = [one.token_ids for one in first or answers]

@@ -18,7 +18,7 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin_evals.arms import Served
 from ctxwin_evals.group import Group
 from ctxwin_evals.items import Item, grouped
-from ctxwin_evals.measure import Measurer, Said
+from ctxwin_evals.measure import Measurer, Reply
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class ServedMeasurer(Measurer):
     groups: ClassVar[type[Group]] = ServedGroup
 
     def _ask(
-        self, group: Group, items: Sequence[Item], served: Sequence[Served | None], first: Sequence[Said | None] | None
-    ) -> list[Said | None]:
+        self, group: Group, items: Sequence[Item], served: Sequence[Served | None], first: Sequence[Reply | None] | None
+    ) -> list[Reply | None]:
         rows = {item.context or item.index: b for b, item in enumerate(group.items)}
-        out: list[Said | None] = [None] * len(items)
+        out: list[Reply | None] = [None] * len(items)
         having = [i for i, one in enumerate(served) if one is not None]
         for indices in grouped(having, lambda i: id(served[i])).values():
             one, item = served[indices[0]], items[indices[0]]
@@ -93,14 +93,14 @@ class ServedMeasurer(Measurer):
         return out
 
     def _read_answers(
-        self, segments: Sequence[Segment], items: Sequence[Item], first: Sequence[Said | None] | None
-    ) -> list[Said | None]:
+        self, segments: Sequence[Segment], items: Sequence[Item], first: Sequence[Reply | None] | None
+    ) -> list[Reply | None]:
         """Return answers given one layout: the reference's own, or read along the reference's."""
         ids = [self._generate(segments, item) if first is None else [] for item in items]
         if first is not None:
             ids = [[] if answer is None else answer.token_ids for answer in first]
         questions = [(self.decoder.query(item.query), token_ids) for item, token_ids in zip(items, ids, strict=True)]
-        out: list[Said | None] = []
+        out: list[Reply | None] = []
         logprobs = self.decoder.engine.forced_logprobs(segments, questions)
         for i, (item, token_ids, rows) in enumerate(zip(items, ids, logprobs, strict=True)):
             along = rows if len(token_ids) < item.max_tokens else rows[:-1]  # one that was cut has no end
@@ -108,7 +108,7 @@ class ServedMeasurer(Measurer):
             forced = () if reference is None or reference.forced is None else reference.forced
             if reference is not None and [*map(likeliest, along)] != [*map(likeliest, forced)]:
                 token_ids = self._generate(segments, item)
-            out.append(Said(rows[0], self.text(token_ids), token_ids, along))
+            out.append(Reply(rows[0], self.text(token_ids), token_ids, along))
         return out
 
     def _generate(self, segments: Sequence[Segment], item: Item) -> list[int]:
