@@ -181,7 +181,8 @@ class DiskStore(SealedStore):
         """Return the unexpired keys, in order; None for each row that this store did not write."""
 
         def keys() -> tuple[str | None, ...]:
-            _ = self.read_only or self._reopen()
+            if not self.read_only:
+                self._reopen()
             self._cache.expire()
             return tuple(self._cache.iterkeys())
 
@@ -223,7 +224,7 @@ class DiskStore(SealedStore):
 
     def delete(self, key: str) -> bool:
         """Remove ``key``, leased or not; return False where there was none. Works on a full disk too."""
-        if self._guarded(True, self._check_writable, "delete", check_key(key)):
+        if not self._guarded(False, self._check_writable, "delete", check_key(key)):
             return False
         row = self._row(key)
         if row is None and self.ttl is not None:  # an expired record leaves as well: clocks are set back
@@ -236,11 +237,11 @@ class DiskStore(SealedStore):
         existed = is_record(self.path / row.file)
         return self._remove(key, row) or existed
 
-    def _check_writable(self) -> Literal[False]:
+    def _check_writable(self) -> Literal[True]:
         if self.read_only:
             raise OSError(errno.EROFS, "its folder is read only")
         self._reopen()  # a row in one that another process has made again would be lost
-        return False
+        return True
 
     def _reopen(self) -> bool:
         """Open an index again that another process made again; return whether it was. That of a folder that is read only is
@@ -352,7 +353,8 @@ class DiskStore(SealedStore):
                 raise StoreUnavailable(f"the store {self.path} cannot be locked ({error}); open it again") from error
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)  # of every process
-                _ = self.read_only or self._guarded(False, self._reopen)
+                if not self.read_only:
+                    self._guarded(False, self._reopen)
                 yield
             finally:
                 os.close(folder)
