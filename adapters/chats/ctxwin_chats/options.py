@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ctxwin.fidelity import Fidelity
 from ctxwin.validation import validate
+from ctxwin_chats.context_management import Policy
 from ctxwin_chats.lazy_drops import Bounds
 
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -55,6 +56,27 @@ class PromptOptions:
 
 AS_SENT = PromptOptions()
 """Nothing differs, and nothing is computed ahead."""
+
+
+@dataclass(frozen=True)
+class ChatDefaults:
+    """How a server's plain chats are served that say nothing themselves.
+
+    Attributes:
+        windows: whether they use windows: ``auto``, ``off``, or "" where none ever can.
+        policy: edits of chats that have windows and send no ``context_management``.
+        prompts: options of their prompts.
+        late_system: whether the chat templates take a system message in front of the last turn.
+        template_variables: names that the chat templates read.
+    """
+
+    windows: str = ""
+    policy: Policy | None = None
+    prompts: PromptOptions = AS_SENT
+    late_system: bool = False
+    template_variables: Collection[str] = ()
+
+
 _PROMPT = tuple(PromptOptions.__dataclass_fields__)
 """Fields of a request's ``ctxwin``, and as ``x-ctxwin-lazy-drops`` its headers."""
 _FIELDS = ("windows", "fidelity", *_PROMPT)

@@ -36,7 +36,7 @@ def describe_server(service: Service, tenant_state: TenantState) -> dict[str, An
         "lanes": [lane for lane in LANES if fidelity.allows(lane)],
         "promoted": sorted(name for name, strategy in strategies.items() if strategy.promoted),
         "store": {"fault": store_fault(store), "items": stats.items, "bytes": stats.bytes, "limit": store.limit()},
-        "windows": service.windows,
+        "windows": service.chat_defaults.windows,
         "tenant": tenant_state.tenant,
         "tenants": service.authentication.keys.tenants,
         "keys": bool(service.authentication.keys.by_hash),

@@ -153,7 +153,7 @@ class PlainRequest:
         is_expanded = await self._run(self._adapt) if takes_long else self._adapt()
         if self._cleared_tokens:
             await self._count()
-        windows = self._service.windows
+        windows = self._service.chat_defaults.windows
         if not windows or self._path not in ROUTES or not isinstance(self._data, dict):
             return
         if ahead is not None:
@@ -221,20 +221,20 @@ class PlainRequest:
 
         ``windows``: mode of a request that names none.
         """
-        data, path = self._data, self._path
+        data, path, defaults = self._data, self._path, self._service.chat_defaults
         extension = {"ctxwin": data["ctxwin"]} if "ctxwin" in data else {}
         resumed = path != CHAT and await self._run(resume, path, data)
         is_managed = any(data.get(field) is not None for field in EDIT_FIELDS)
-        chat = read_options(path, headers, data, windows, self._service.prompts)
+        chat = read_options(path, headers, data, windows, defaults.prompts)
         if chat is None:
             return bool(extension) or resumed
         self.options = options = RequestOptions(**vars(chat), tenant=self._tenant)
         if self._tenant_state.shared.has_store and (not options.off or options.prompt):
             options.record_name = await self._tenant_state.shared.open(options.name, data)
         compact, applied, late, room = None, None, None, None
-        if not data.keys().isdisjoint(EDIT_FIELDS) or self._service.policy is not None:
+        if not data.keys().isdisjoint(EDIT_FIELDS) or defaults.policy is not None:
             compact = take_compaction(path, data)
-            applied = await self._run(manage, data, self._service.policy, self._tenant_state.count)
+            applied = await self._run(manage, data, defaults.policy, self._tenant_state.count)
             if applied is not None:
                 options.reports["context_management"] = {"applied_edits": applied}
         if options.prompt.volatile and not self._follows:
@@ -253,7 +253,7 @@ class PlainRequest:
         elif options.prompt.prefill and not self._follows:
             await self._foresee(options, turns, room)
         if late is not None:  # behind what lazy drops compare, and a summary replaces
-            as_system = self._service.late_system and data.get("chat_template") is None
+            as_system = defaults.late_system and data.get("chat_template") is None
             appends = options.prompt.volatile == "append"
             place = partial(self._tenant_state.volatile.place, as_system=as_system, appends=appends)
             late = await self._run(place, data, late, self._tenant_state.count)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,9 @@ from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.store import parse_bytes
 from ctxwin.store.base import Store
 from ctxwin.window.window import Window
-from ctxwin_chats.context_management import Count, Policy, counter
+from ctxwin_chats.context_management import Count, counter
 from ctxwin_chats.lazy_drops import LazyDrops
-from ctxwin_chats.options import AS_SENT, PromptOptions
+from ctxwin_chats.options import ChatDefaults
 from ctxwin_chats.prediction import Histories, Prediction
 from ctxwin_chats.prefill import ChatPrefill
 from ctxwin_chats.shared_records import SharedConversations
@@ -95,16 +95,12 @@ class Service:
         keys: tenants by API key.
         private_metrics: whether ``/metrics`` needs a key where there are keys.
         fetches_media: whether tenants' plain requests may name media by URL, which the server then fetches.
-        windows: whether plain chats use windows by default: ``auto``, ``off``, or "" where they never can.
-        policy: edits of plain chats that have windows and send no ``context_management``.
-        prompts: options of the prompts of plain chats that say nothing.
-        late_system: whether the chat templates take a system message in front of the last turn.
+        chat_defaults: of plain chats; an attribute, too.
         quarantine: registers requests that run in the engine, and refuses those that end it.
         metrics_key: key of ``/metrics``, besides the server's own; "" is none.
         audit_log: see `ctxwin_server.app.audit_log`.
         open_records: opens the store of a tenant's windows by the tenant's name; None uses the engine's store.
         references: the store of libraries that tenants are granted, which the service closes.
-        template_variables: names that the chat templates of plain chats read.
         grammar_vocabulary, grammars_compiled: see `Grammars`.
 
     Attributes:
@@ -124,23 +120,18 @@ class Service:
         metrics: Metrics | None = None,
         private_metrics: bool = False,
         fetches_media: bool = False,
-        windows: str = "",
-        policy: Policy | None = None,
-        prompts: PromptOptions = AS_SENT,
-        late_system: bool = False,
+        chat_defaults: ChatDefaults | None = None,
         quarantine: Quarantine | None = None,
         metrics_key: str = "",
         audit_log: str = "",
         open_records: Callable[[str], Store] | None = None,
         references: Store | None = None,
-        template_variables: Collection[str] = (),
         grammar_vocabulary: Callable[[], str | None] | None = None,
         grammars_compiled: bool = True,
     ) -> None:
         self.limits = limits or Limits()
         self.models = tuple(models)
-        self.fetches_media, self.windows, self.late_system = fetches_media, windows, late_system
-        self.policy, self.prompts = policy, prompts
+        self.fetches_media, self.chat_defaults = fetches_media, chat_defaults or ChatDefaults()
         metrics_keys = Keys.of([metrics_key] if metrics_key else [], ())
         self.authentication = Authentication(keys or Keys(), metrics_keys, private_metrics)
         self.quarantine = quarantine or Quarantine()
@@ -167,7 +158,7 @@ class Service:
         self.chat_pool = FairPool(self.limits.threads, waiting=self.limits.max_waiting, name="ctxwin-chats")
         self._decoders = MediaDecoders(self.limits.decode_seconds, self.limits.decode_bytes, shared=bool(tenants))
         self._file_splitters = FileSplitters(self.limits.decode_seconds, self.limits.decode_bytes, shared=bool(tenants))
-        self.template_arguments = TemplateArguments(template_variables)
+        self.template_arguments = TemplateArguments(self.chat_defaults.template_variables)
         self.grammars = Grammars(
             self.limits.grammar_seconds, self.limits.grammar_bytes, grammar_vocabulary,
             compiles=grammars_compiled, shared=bool(tenants),

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 from ctxwin.fidelity import Fidelity, Mode
 from ctxwin.store import check_address, parse_bytes
 from ctxwin_chats.context_management import Policy
-from ctxwin_chats.options import AS_SENT
+from ctxwin_chats.options import AS_SENT, ChatDefaults
 from ctxwin_server.app.audit_log import AuditLog
 from ctxwin_server.app.tenants import is_key, load_tenants
 from ctxwin_server.protocol.limits import Limits
@@ -98,13 +98,13 @@ class Settings:
             fidelity=Fidelity(self.fidelity),  # type: ignore[arg-type]
             **{name: getattr(self, name) for name in same},
         )
+        policy = Policy.read(Path(self.context_policy)) if self.context_policy else None
         return {
             "limits": limits,
             "tenants": load_tenants(self.tenants) if self.tenants else (),
-            "policy": Policy.read(Path(self.context_policy)) if self.context_policy else None,
-            "prompts": AS_SENT.replace(vars(self)),
+            "chat_defaults": ChatDefaults(self.windows, policy, AS_SENT.replace(vars(self))),
             "metrics_key": _key_in(self.metrics_key_file) if self.metrics_key_file else "",
-            **{name: getattr(self, name) for name in ("private_metrics", "audit_log", "windows")},
+            **{name: getattr(self, name) for name in ("private_metrics", "audit_log")},
         }
 
     def _size(self, name: str) -> int:

@@ -203,17 +203,17 @@ class Windows:
         templates = ChatTemplates(engine_client, args)
         most = most_scores(args.plain_max_logprobs, engine_client.model_config.get_vocab_size())
         limits = replace(self._given["limits"], max_logprobs=most)
+        late_system, names = templates.take_late_system(), templates.variables()
+        defaults = replace(self._given["chat_defaults"], late_system=late_system, template_variables=names)
         self.service = service = Service(
             _engine_opener(engine_client, asyncio.get_running_loop(), args.model, self._settings),
-            **{**self._given, "limits": limits},
+            **{**self._given, "limits": limits, "chat_defaults": defaults},
             models=args.served_model_name or [args.model],
             keys=self._keys,
             quarantine=quarantine,
             fetches_media=bool(args.allowed_media_domains),
             open_records=self._open_records if self._settings.registry else None,
             references=open_store(self._settings.libraries) if self._settings.libraries else None,
-            template_variables=templates.variables(),
-            late_system=templates.take_late_system(),
             grammar_vocabulary=partial(grammar_vocabulary, engine_client),
             grammars_compiled=compiles_with_xgrammar(engine_client),
         )

@@ -9,6 +9,7 @@ import pytest
 
 from adapters.server.calls import call
 from adapters.server.serving import Server, serving
+from ctxwin_chats.options import ChatDefaults
 from ctxwin_chats.template_arguments import template_variables
 from ctxwin_server.app.tenants import Tenant
 from ctxwin_server.protocol.limits import Limits
@@ -19,7 +20,8 @@ TEMPLATE = "{{ hello }}{{ tools | tojson(indent=indent) }}{{ max_length }}{{ rai
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     tenants = [Tenant(name="acme", keys=["key-a"])]
-    with serving(Limits(), tenants, ["key-own"], template_variables=template_variables([TEMPLATE])) as running:
+    defaults = ChatDefaults(template_variables=template_variables([TEMPLATE]))
+    with serving(Limits(), tenants, ["key-own"], chat_defaults=defaults) as running:
         yield running
 
 
