@@ -56,40 +56,16 @@ class Gateway:
             send = reshape_errors(scope, send)
             try:
                 scope[TENANT] = tenant = service.authentication.authenticate(scope, path)
-                if path not in (*OPEN, "/metrics"):
-                    stack.enter_context(service.requests.one(tenant or "", awaited=scope["type"] == "http"))
-                    if scope.get("method") not in _FREE:
-                        service.memory.check()
-                    # The bytes first, as a request that they refuse must not count among those that were taken.
-                    for quota, amount in zip(service.quotas.get(tenant or "", ()), (0, 1), strict=False):
-                        if quota is not None and AHEAD not in scope:
-                            quota.take(amount)
-                    span = tracing.span("request", Headers(scope=scope), path=path[:200], tenant=tenant or "")
-                    stack.enter_context(span)  # of the client's; the server's own spans become children of ours
-                    if (carry := tracing.headers()) is not None:
-                        named = {name.encode(): value.encode() for name, value in carry.items()}
-                        others = [(k, v) for k, v in scope["headers"] if k.lower() not in named]
-                        scope["headers"] = [*others, *named.items()]
                 if path == "/metrics":
                     await service.brief_pool.run("", service.refresh_metrics)
+                elif path not in OPEN:
+                    _admit(service, scope, path, tenant or "", stack)
                 receive = await route(service, scope, receive, path, stack, partial(self._sub_request, first, receive))
             except EarlyResponse as early:
                 await early.response(scope, receive, send)
                 return
             except Exception as error:
-                status, body = to_body(service.to_client_error(error))
-                if REQUEST_OPTIONS in scope and scope[REQUEST_OPTIONS].refuse(status):
-                    return
-                if status >= 500 and not service.requests.draining and not isinstance(error, MemoryShort):
-                    _log.error("%s failed before it was routed", path, exc_info=error)
-                denied = "websocket.http.response" in scope.get("extensions", {})
-                if scope["type"] == "websocket" and not denied:
-                    await send({"type": "websocket.close", "code": 1008, "reason": body["error"]["message"][:100]})
-                else:
-                    headers = retry_headers(status, body)
-                    if after := getattr(error, "after", None):
-                        headers["retry-after"] = str(after)
-                    await JSONResponse(body, status_code=status, headers=headers)(scope, receive, send)
+                await _send_error(service, error, scope, receive, send)
                 return
             options: RequestOptions | None = scope.get(REQUEST_OPTIONS)
             if options is not None:
@@ -136,6 +112,39 @@ class Gateway:
             return status, json.loads(b"".join(parts))
         except ValueError:
             return status, None
+
+
+def _admit(service: Service, scope: Scope, path: str, tenant: str, stack: AsyncExitStack) -> None:
+    """Count a request, charge it to its tenant and trace it; ``stack`` ends that. Raises what refuses it."""
+    stack.enter_context(service.requests.one(tenant, awaited=scope["type"] == "http"))
+    if scope.get("method") not in _FREE:
+        service.memory.check()
+    # The bytes first, as a request that they refuse must not count among those that were taken.
+    for quota, amount in zip(service.quotas.get(tenant, ()), (0, 1), strict=False):
+        if quota is not None and AHEAD not in scope:
+            quota.take(amount)
+    span = tracing.span("request", Headers(scope=scope), path=path[:200], tenant=tenant)
+    stack.enter_context(span)  # of the client's; the server's own spans become children of ours
+    if (carry := tracing.headers()) is not None:
+        named = {name.encode(): value.encode() for name, value in carry.items()}
+        others = [(k, v) for k, v in scope["headers"] if k.lower() not in named]
+        scope["headers"] = [*others, *named.items()]
+
+
+async def _send_error(service: Service, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request that was refused or failed before it was routed, unless it is served as it came instead."""
+    status, body = to_body(service.to_client_error(error))
+    if REQUEST_OPTIONS in scope and scope[REQUEST_OPTIONS].refuse(status):
+        return
+    if status >= 500 and not service.requests.draining and not isinstance(error, MemoryShort):
+        _log.error("%s failed before it was routed", scope["path"], exc_info=error)
+    if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1008, "reason": body["error"]["message"][:100]})
+        return
+    headers = retry_headers(status, body)
+    if after := getattr(error, "after", None):
+        headers["retry-after"] = str(after)
+    await JSONResponse(body, status_code=status, headers=headers)(scope, receive, send)
 
 
 def _is_preflight(scope: Scope) -> bool:
