@@ -37,7 +37,7 @@ class ReadableLibrary(Protocol):
     def corpus(self, rows: Sequence[Row]) -> Corpus:
         """Return the passages of ``rows`` for retrievers."""
 
-    def used(self, names: Sequence[str]) -> None:
+    def renew(self, names: Sequence[str]) -> None:
         """Renew the expiry of used files."""
 
     def sweep(self, engine: Engine | None = None) -> None:
