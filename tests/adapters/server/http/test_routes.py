@@ -62,7 +62,7 @@ def test_what_passes_may_be_sent_again(server: Server, client: OpenAI, monkeypat
     windows = server.service.tenant_state("").windows
     with RemoteWindow(client, "You watch a camera.") as window:
         for error, said in ((WindowBusy, None), (StaleOwner, None), (ReadOnlyWindow, "false")):
-            monkeypatch.setattr(windows, "once", Mock(side_effect=error("not now")))
+            monkeypatch.setattr(windows, "run_once", Mock(side_effect=error("not now")))
             with pytest.raises(error) as raised:
                 window.append(Chunk.text("x"))
             response = raised.value.__cause__.response  # type: ignore[union-attr]
