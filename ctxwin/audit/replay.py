@@ -246,7 +246,7 @@ class Replay:
         placed ones stand in another order, which a re-prefill in the order of arrival would not be valid for.
 
         Recently: twice as many chunks as are placed, as in `ctxwin eval probe`, and no more than the engine takes. A model is
-        not generation for streams of any length, and would be a poor reference beyond.
+        not made for streams of any length, and would be a poor reference beyond.
         """
         room = self.engine.spec.max_tokens - state.system_prompt_tokens - _RESERVED_TOKENS
         recent: list[Placed] = []
