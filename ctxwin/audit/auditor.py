@@ -7,16 +7,12 @@ arrives. Engines of several tenants that share a model share the thread, never a
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import os
-import threading
 import time
-import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,7 +27,7 @@ from ctxwin.audit.strategies import STRATEGIES
 from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.store.lru import LRUCache
-from ctxwin.window.idle import Allowance
+from ctxwin.window.idle_worker import POLL_S, IdleWorker, TimeAllowance
 from ctxwin.window.lanes import choose
 from ctxwin.window.protocols import ServedAnswer
 from ctxwin.window.state import Conditioning
@@ -48,11 +44,8 @@ _TRIES = 3
 _WINDOWS = 256
 _DECIDED, _CHUNKS = 4096, 16_384
 """Windows of which is remembered whether trials follow them, and chunks that are remembered as computed."""
-_LINGER_S = 2.0
 _HISTORY_DEPENDENT = ("survivor", "kept", "edited")
 """Strategies whose KV depends on how the window was served before, so that they are followed from the first answer on."""
-_POLL_S = 0.02
-"""Each poll of a serving engine costs a concurrent request half a millisecond of processor time."""
 _INTERRUPTED_SHARE, _PAUSE_S = 1 / 1000, 2.0
 """Share of the requests that may find a replay in progress, while answers wait to be audited; the pause beyond it."""
 
@@ -119,21 +112,21 @@ class Job(ServedAnswer):
     tried: set[str] = field(default_factory=set)
 
 
-class Auditor:
+class Auditor(IdleWorker[Job]):
     """Audits the answers of one running model; see the module and `auditor_of`."""
 
+    _name = "ctxwin-audits"
+
     def __init__(self, options: Options) -> None:
+        super().__init__()
         self.options = options
         self.by_tenant: dict[str, Counts] = {}
         self._ledgers: dict[tuple[str, str, Reference], Ledger] = {}
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by tenant, the least recently served first
-        self._wake = threading.Condition()
-        self._running = self._working = False
         self._unable = False
-        self._holds = 0
         self._interruptions = 0.0
         self.sampler = Sampler(options.seed)
-        self._allowance = Allowance()
+        self._allowance = TimeAllowance()
         self._shadows: LRUCache[tuple[str, dict[str, dict[str, Conditioning]]]] = LRUCache(_WINDOWS)
         self._chunks: LRUCache[None] = LRUCache(_CHUNKS)  # computed before, by tenant and chunk
         self._followed: LRUCache[bool] = LRUCache(_DECIDED)  # by window
@@ -170,10 +163,7 @@ class Auditor:
             while len(queue) > self.options.queue:
                 queue.popleft()
                 self.counted(tenant).dropped += 1
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name="ctxwin-audits", daemon=True).start()
-            self._wake.notify_all()
+            self._start()
 
     def count_repeated(self, tenant: str, computed: Sequence[Choice]) -> int:
         """Return the tokens of chunks that an answer computed though an earlier one had, in any window of the tenant."""
@@ -184,50 +174,27 @@ class Auditor:
                 self._chunks.put(key, None, 1)
         return repeated
 
-    def drain(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is left to replay. Returns False after ``timeout`` seconds."""
-        with self._wake:
-            return self._wake.wait_for(lambda: not self._working and not any(self._waiting.values()), timeout)
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Suspend replays inside the block, which begins once a replay in progress has stopped."""
-        with self._wake:
-            self._holds += 1
-            self._wake.wait_for(lambda: not self._working)
-        try:
-            yield
-        finally:
-            with self._wake:
-                self._holds -= 1
-                self._wake.notify_all()
-
     def decisions(self, engine: Engine) -> tuple[Decision, ...]:
         """Return the decisions for an engine's tenant, oldest first."""
         return self.ledger(engine).record.decisions
 
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                self._working = False
-                self._wake.notify_all()
-                if not self._wake.wait_for(lambda: not self._holds and any(self._waiting.values()), _LINGER_S):
-                    if self._holds:
-                        continue
-                    self._running = False
-                    return
-                tenant = next(t for t, queue in self._waiting.items() if queue)
-                self._waiting.move_to_end(tenant)
-                job = self._waiting[tenant].popleft()
-                self._working = True
-            try:
-                self._idle(job.engine)
-                self._replay(job)
-            except Exception:
-                self.counted(job.engine.tenant).gone += 1
-                log.exception("an audit of window %s failed; the window continues", job.window)
+    def _has_jobs(self) -> bool:
+        return any(self._waiting.values())
 
-    def _idle(self, engine: Engine) -> None:
+    def _take(self) -> Job:
+        tenant = next(t for t, queue in self._waiting.items() if queue)
+        self._waiting.move_to_end(tenant)
+        return self._waiting[tenant].popleft()
+
+    def _perform(self, job: Job) -> None:
+        try:
+            self._wait_until_idle(job.engine)
+            self._replay(job)
+        except Exception:
+            self.counted(job.engine.tenant).gone += 1
+            log.exception("an audit of window %s failed; the window continues", job.window)
+
+    def _wait_until_idle(self, engine: Engine) -> None:
         """Wait until the engine has been idle for a moment and audits are within their share of time.
 
         A request that finds a replay in progress waits for one of its steps. Only a small share of the requests may do so,
@@ -241,7 +208,7 @@ class Auditor:
             if idle >= max(self.options.quiet_s, _PAUSE_S * (self._interruptions > 1)) and self._allowed_s(0.0) > 0:
                 return
             last = idle
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def _allowed_s(self, spent: float) -> float:
         """Return the seconds that audits may still take after ``spent`` more."""
@@ -424,33 +391,17 @@ class Auditor:
         return shadows
 
 
-_auditors: weakref.WeakKeyDictionary[Any, Auditor] = weakref.WeakKeyDictionary()
-_opening = threading.Lock()
-
-
 def auditor_of(engine: Engine, options: Options | None = None) -> Auditor:
     """Return the auditor of an engine and of all that share its model. ``options`` replaces those in force.
 
     By default ``CTXWIN_AUDIT_SHARE`` and ``CTXWIN_AUDIT_RATE`` set ``share`` and ``rate`` of `Options`; raises ValueError if they
     are not numbers from 0 to 1.
     """
-    with _opening:
-        auditor = _auditors.get(engine.shared)
-        if auditor is None:
-            auditor = _auditors[engine.shared] = Auditor(options or Options.from_environment())
-        elif options is not None:
-            auditor.options, auditor.sampler = options, Sampler(options.seed)
-            auditor._ledgers.clear()
-        return auditor
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Stop every auditor: a thread that runs a model while the interpreter shuts down would crash it."""
-    for auditor in list(_auditors.values()):
-        with auditor._wake:
-            auditor._holds += 1
-            auditor._wake.wait_for(lambda auditor=auditor: not auditor._working, _LINGER_S)  # type: ignore[misc]
+    auditor = Auditor.of(engine, lambda: Auditor(options or Options.from_environment()))
+    if options is not None and auditor.options is not options:
+        auditor.options, auditor.sampler = options, Sampler(options.seed)
+        auditor._ledgers.clear()
+    return auditor
 
 
 def enabled() -> bool:

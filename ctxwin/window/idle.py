@@ -13,23 +13,20 @@ A forward in progress is given up as soon as a request waits for the engine.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
 import time
-import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ctxwin.errors import AnswerStopped
 from ctxwin.fidelity import Fidelity
 from ctxwin.window import edits
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.choice import Choice
+from ctxwin.window.idle_worker import IDLE_SHARE, IdleWorker, TimeAllowance
 from ctxwin.window.in_place import compute_chunk
 from ctxwin.window.lanes import choose
 from ctxwin.window.layout import Layout, Work
@@ -43,9 +40,6 @@ if TYPE_CHECKING:
 
 _QUIET_S, _LONGEST_QUIET_S = 0.05, 2.0
 """Seconds that an engine must be idle before a job begins: the first try, and after many interruptions."""
-_POLL_S = 0.02
-_SHARE = 0.5
-"""Largest share of an engine's time, and of the tokens of a window's answers, that may be computed ahead for nothing."""
 _log = logging.getLogger("ctxwin")
 
 
@@ -86,6 +80,7 @@ class _Job:
         expected: True for a version that is only expected, False for the window as it stands.
         cancelled: give up the forward in progress; last: begin no further one.
         place: index of the chunk in progress; began: when its forward began.
+        noted: tokens that are in ``window.pending``.
     """
 
     window: IdlePrefill
@@ -97,6 +92,7 @@ class _Job:
     last: bool = False
     place: int | None = None
     began: float = 0.0
+    noted: int = 0
 
     def stopped(self) -> bool:
         """Return True once the forward in progress is to be given up."""
@@ -108,9 +104,16 @@ class _Job:
             raise AnswerStopped("the engine is wanted for other work")
         self.began, self.place = time.monotonic(), place
 
+    def note_computed(self, key: str, work: Work) -> None:
+        """Count the tokens that were computed since the last call for KV that is now stored."""
+        pending = self.window.pending
+        pending[key] = pending.get(key, 0) + work.tokens - self.noted  # what was forgotten may be formed a second time
+        self.noted = work.tokens
+        if self.expected and not self.cancelled:
+            self.window.slid = survivors(self.state, ())
+
     def serves(self, state: State) -> bool:
         """Return True if the chunk in progress follows the same chunks in ``state``."""
-
         return self.place is not None and follows(state, survivors(self.state, ())[: self.place + 1])
 
     def worth_joining(self) -> bool:
@@ -153,7 +156,7 @@ class IdlePrefill:
         self.predictor.note_lazy(state)
         leaving = self.predictor.leaving(state) if slides else []
         unlikely = state.tokens + self.reserved > state.budget  # it is about to slide, none knows how
-        wasteful = self.counts.missed + self.pending_tokens > state.budget + _SHARE * self.answered
+        wasteful = self.counts.missed + self.pending_tokens > state.budget + IDLE_SHARE * self.answered
         prefiller = prefiller_of(self.assembly.engine)
         if wasteful or len(leaving) == len(state.placed) or (not leaving and (unlikely or answered)):
             prefiller.cancel(self)
@@ -220,31 +223,16 @@ class IdlePrefill:
         return sum(list(self.pending.values()))
 
 
-class Allowance:
-    """Seconds that may still be spent: they accrue at a share of the time that passes, up to one."""
-
-    def __init__(self) -> None:
-        self._left_s, self._clock = 1.0, time.monotonic()
-
-    def add(self, seconds: float, share: float = _SHARE) -> float:
-        """Return the seconds left with so many more, or fewer."""
-        now = time.monotonic()
-        self._left_s = min(1.0, self._left_s + (now - self._clock) * share + seconds)
-        self._clock = now
-        return self._left_s
-
-
-class Prefiller:
+class Prefiller(IdleWorker[_Job]):
     """The thread that computes ahead on one running model, while there is something to compute. Each tenant has an allowance of
     its own."""
 
+    _name = "ctxwin-prefill"
+
     def __init__(self) -> None:
+        super().__init__()
         self._jobs: OrderedDict[IdlePrefill, _Job] = OrderedDict()
-        self._current: _Job | None = None
-        self._wake = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._holds = 0
-        self._allowances: dict[str, Allowance] = {}
+        self._allowances: dict[str, TimeAllowance] = {}
 
     def submit(self, job: _Job) -> None:
         """Queue a version of a window in place of an earlier one. A forward that this version needs, too, goes on."""
@@ -254,10 +242,7 @@ class Prefiller:
                 current.last = True
                 current.cancelled = current.cancelled or not current.serves(job.state)
             self._jobs[job.window] = job
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ctxwin-prefill", daemon=True)
-                self._thread.start()
-            self._wake.notify_all()
+            self._start()
 
     def refund(self, tenant: str, seconds: float) -> None:
         """Give a tenant time back that was not spent for nothing."""
@@ -288,62 +273,38 @@ class Prefiller:
         if wait and thread is not None:
             thread.join()
 
-    def drain(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is queued. Returns False after ``timeout`` seconds."""
-        with self._wake:
-            return self._wake.wait_for(lambda: not self._jobs and self._current is None, timeout)
+    def _give_up(self, job: _Job) -> None:
+        job.cancelled = True
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Suspend all jobs inside the block, which begins once the forward in progress has been given up."""
-        with self._wake:
-            self._holds += 1
-            if self._current is not None:
-                self._current.cancelled = True
-            self._wake.wait_for(lambda: self._current is None)
+    def _has_jobs(self) -> bool:
+        return bool(self._jobs)
+
+    def _take(self) -> _Job | None:
+        job = next(filter(self._may_begin, self._jobs.values()), None)  # the oldest: its window is asked first
+        return None if job is None else self._jobs.pop(job.window)
+
+    def _perform(self, job: _Job) -> None:
+        window, work = job.window, Work(background=True, stopped=job.stopped)
+        began = time.monotonic()
         try:
-            yield
-        finally:
+            _compute(job, work)
+        except AnswerStopped:
+            window.counts.interrupted += 1
             with self._wake:
-                self._holds -= 1
-                self._wake.notify_all()
+                if not job.last and not job.cancelled:  # again, behind a longer pause each time
+                    again = replace(job, quiet_s=min(2 * job.quiet_s, _LONGEST_QUIET_S), place=None, noted=0)
+                    self._jobs.setdefault(window, again)
+        except Exception as error:
+            window.counts.failed += 1
+            _log.warning("computing ahead of a window's next ask failed, the window continues: %s", error)
+        took = time.monotonic() - began
+        with self._wake:
+            self._allowance(window.assembly.engine.tenant).add(-took)
+            window.spent_s += took
+            window.counts.tokens += work.tokens
+            window.counts.missed += work.tokens - job.noted  # in front of a forward that was given up
 
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                self._current = None
-                self._wake.notify_all()
-                while self._current is None:
-                    if not self._jobs:
-                        self._thread = None
-                        self._wake.notify_all()
-                        return
-                    ready = () if self._holds else filter(self._idle, self._jobs.values())
-                    job = next(iter(ready), None)  # the oldest: its window is asked first
-                    if job is None:
-                        self._wake.wait(_POLL_S)
-                    else:
-                        self._current = self._jobs.pop(job.window)
-            assert job is not None
-            window = job.window
-            began = time.monotonic()
-            try:
-                self._work(job)
-            except AnswerStopped:
-                window.counts.interrupted += 1
-                with self._wake:
-                    if not job.last and not job.cancelled:  # again, behind a longer pause each time
-                        again = replace(job, quiet_s=min(2 * job.quiet_s, _LONGEST_QUIET_S), place=None)
-                        self._jobs.setdefault(window, again)
-            except Exception as error:
-                window.counts.failed += 1
-                _log.warning("computing ahead of a window's next ask failed, the window continues: %s", error)
-            took = time.monotonic() - began
-            with self._wake:
-                self._allowance(window.assembly.engine.tenant).add(-took)
-                window.spent_s += took
-
-    def _idle(self, job: _Job) -> bool:
+    def _may_begin(self, job: _Job) -> bool:
         """Return True if a job may begin. An engine that cannot be asked fails in the job, where that is counted."""
         try:
             engine = job.window.assembly.engine
@@ -351,33 +312,26 @@ class Prefiller:
         except Exception:
             return True
 
-    def _allowance(self, tenant: str) -> Allowance:
-        return self._allowances.setdefault(tenant, Allowance())
+    def _allowance(self, tenant: str) -> TimeAllowance:
+        return self._allowances.setdefault(tenant, TimeAllowance())
 
-    def _work(self, job: _Job) -> None:
-        window, assembly = job.window, job.window.assembly
-        work = Work(background=True, stopped=job.stopped)
-        if job.fidelity.forms_removals and _form_removals(job, work):
-            return
-        tokens = 0
-        try:
-            layout = assembly.build_layout(job.state, job.fidelity, work)
-            formed = [c.conditioning.span for c in layout.choices if c.form_canonical]
-            if formed:
-                window.pending[formed[0]] = tokens = work.tokens
-            for i, choice in enumerate(layout.choices):
-                if not choice.conditioning.exact or job.last:
-                    break
-                if choice.compute:
-                    job.begin(i)
-                    layout = compute_chunk(assembly, job.state, layout, i, work)
-                    key = choice.conditioning.span
-                    window.pending[key] = window.pending.get(key, 0) + work.tokens - tokens
-                    tokens = work.tokens
-                    window.slid = survivors(job.state, ()) if job.expected and not job.cancelled else window.slid
-        finally:
-            window.counts.tokens += work.tokens
-            window.counts.missed += work.tokens - tokens  # in front of a forward that was given up
+
+def _compute(job: _Job, work: Work) -> None:
+    """Compute what a version of a window lacks, chunk by chunk."""
+    assembly = job.window.assembly
+    if job.fidelity.forms_removals and _form_removals(job, work):
+        return
+    layout = assembly.build_layout(job.state, job.fidelity, work)
+    formed = [c.conditioning.span for c in layout.choices if c.form_canonical]
+    if formed:
+        job.note_computed(formed[0], work)
+    for i, choice in enumerate(layout.choices):
+        if not choice.conditioning.exact or job.last:
+            break
+        if choice.compute:
+            job.begin(i)
+            layout = compute_chunk(assembly, job.state, layout, i, work)
+            job.note_computed(choice.conditioning.span, work)
 
 
 def _form_removals(job: _Job, work: Work) -> bool:
@@ -392,32 +346,23 @@ def _form_removals(job: _Job, work: Work) -> bool:
     if not removals:
         return job.expected
     last = removals[-1] if job.expected else max(needed)
-    tokens = 0
-    try:
-        layout = assembly.build_layout(job.state, Fidelity("exact"), work)
-        keys = enumerate((choice.conditioning.span for choice in layout.choices), start=1)
-        computed = {i: window.spans[key] for i, key in keys if key in window.spans}
-        layout = replace(layout, ahead={**computed, **layout.ahead})
-        for i, choice in enumerate(layout.choices[: last + 1]):
-            if not choice.conditioning.exact or job.last:
-                return True
-            job.begin(i)
-            if choice.compute:
-                layout = compute_chunk(assembly, job.state, layout, i, work, store=False)
-            span = layout.segments[i + 1].span
-            assert span is not None, "an exact prefix has KV"
-            window.spans[choice.conditioning.span] = span
-            if i in needed:
-                key = _form_removal(assembly, layout, i, needed[i], fidelity)
-                # What was forgotten may be formed a second time.
-                window.pending[key] = window.pending.get(key, 0) + work.tokens - tokens
-                tokens = work.tokens
-                window.slid = survivors(job.state, ()) if job.expected and not job.cancelled else window.slid
-        window.spans = {}
-        return True
-    finally:
-        window.counts.tokens += work.tokens
-        window.counts.missed += work.tokens - tokens  # in front of a forward that was given up
+    layout = assembly.build_layout(job.state, Fidelity("exact"), work)
+    keys = enumerate((choice.conditioning.span for choice in layout.choices), start=1)
+    computed = {i: window.spans[key] for i, key in keys if key in window.spans}
+    layout = replace(layout, ahead={**computed, **layout.ahead})
+    for i, choice in enumerate(layout.choices[: last + 1]):
+        if not choice.conditioning.exact or job.last:
+            return True
+        job.begin(i)
+        if choice.compute:
+            layout = compute_chunk(assembly, job.state, layout, i, work, store=False)
+        span = layout.segments[i + 1].span
+        assert span is not None, "an exact prefix has KV"
+        window.spans[choice.conditioning.span] = span
+        if i in needed:
+            job.note_computed(_form_removal(assembly, layout, i, needed[i], fidelity), work)
+    window.spans = {}
+    return True
 
 
 def _has_patch(assembly: Assembly, choice: Choice, fidelity: Fidelity) -> bool:
@@ -440,22 +385,6 @@ def _form_removal(assembly: Assembly, layout: Layout, index: int, here: Conditio
     return key
 
 
-_prefillers: weakref.WeakKeyDictionary[Any, Prefiller] = weakref.WeakKeyDictionary()
-_opening = threading.Lock()
-
-
 def prefiller_of(engine: Engine) -> Prefiller:
     """Return the prefiller of an engine and of all that share its model."""
-    with _opening:
-        return _prefillers.setdefault(engine.shared, Prefiller())
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Stop every prefiller: a thread that runs a model while the interpreter shuts down would crash it."""
-    for prefiller in list(_prefillers.values()):
-        with prefiller._wake:
-            prefiller._holds += 1
-            if prefiller._current is not None:
-                prefiller._current.cancelled = True
-            prefiller._wake.wait_for(lambda prefiller=prefiller: prefiller._current is None, _LONGEST_QUIET_S)  # type: ignore[misc]
+    return Prefiller.of(engine, Prefiller)

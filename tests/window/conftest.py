@@ -32,7 +32,7 @@ def idle(engine: FakeEngine) -> Iterator[Window]:
 def all_of_the_time() -> Iterator[None]:
     """Computing ahead takes all of the time, so that tests need not wait for its share."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(idling, "_SHARE", 1.0)
+        patched.setattr(idling, "IDLE_SHARE", 1.0)
         yield
 
 

@@ -108,7 +108,7 @@ def test_random_edits_end_predictions_within_their_share_and_regular_ones_bring_
         predicted = idle.counts.predictions
         random_turns(window, rng, 40)
         assert idle.counts.predictions - predicted <= 8
-        assert idle.counts.missed <= 2 * window.budget + idling._SHARE * idle.answered
+        assert idle.counts.missed <= 2 * window.budget + idling.IDLE_SHARE * idle.answered
         hits = idle.counts.hits
         for i in range(20):
             by_hand_first(window, i)

@@ -277,15 +277,17 @@ def test_a_request_an_edit_and_the_end_give_up_a_forward_and_leave_nothing() -> 
 
 def test_the_oldest_of_what_waits_is_computed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     polls, computed = 0, list[IdlePrefill]()
-    may_begin, work = idling.Prefiller._idle, idling.Prefiller._work
+    may_begin, perform = idling.Prefiller._may_begin, idling.Prefiller._perform
 
     def polled(self: Any, job: Any) -> bool:
         nonlocal polls
         polls += 1
         return may_begin(self, job)
 
-    monkeypatch.setattr(idling.Prefiller, "_idle", polled)
-    monkeypatch.setattr(idling.Prefiller, "_work", lambda self, job: (computed.append(job.window), work(self, job)))
+    monkeypatch.setattr(idling.Prefiller, "_may_begin", polled)
+    monkeypatch.setattr(
+        idling.Prefiller, "_perform", lambda self, job: (computed.append(job.window), perform(self, job))
+    )
     with SlowEngine() as engine, contextlib.ExitStack() as stack:
         engine.waiting = True
         windows = [
@@ -373,7 +375,7 @@ class TenantEngine(FakeEngine):
 
 
 def test_a_tenant_spends_its_own_time(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idling, "_SHARE", 0.0)
+    monkeypatch.setattr(idling, "IDLE_SHARE", 0.0)
     with TenantEngine(engine, "one") as one, TenantEngine(engine, "other") as other:
         prefiller = prefiller_of(one)
         assert prefiller is prefiller_of(other)

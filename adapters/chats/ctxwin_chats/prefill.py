@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from ctxwin.window.idle import Allowance
+from ctxwin.window.idle_worker import TimeAllowance
 from ctxwin_chats.prediction import Prediction
 
 QUIET_S, POLL_S = 0.05, 0.02
@@ -59,7 +59,7 @@ class ChatPrefill:
     def __init__(self, busy: Callable[[], bool], count: Callable[[str, str], None]) -> None:
         self._busy, self._count = busy, count
         self._queue: OrderedDict[Prediction, tuple[str, Callable[[Ahead], Awaitable[object]]]] = OrderedDict()
-        self._allowances: dict[str, Allowance] = {}
+        self._allowances: dict[str, TimeAllowance] = {}
         self._queued = 0
         self._others = time.monotonic()  # when a request of another conversation was last under way
         self._task: asyncio.Task[None] | None = None
@@ -127,5 +127,5 @@ class ChatPrefill:
         self._queued -= prediction.size
         prediction.body = {}
 
-    def _allowance(self, tenant: str) -> Allowance:
-        return self._allowances.setdefault(tenant, Allowance())
+    def _allowance(self, tenant: str) -> TimeAllowance:
+        return self._allowances.setdefault(tenant, TimeAllowance())
