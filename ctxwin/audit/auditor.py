@@ -12,10 +12,10 @@ import math
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 from ctxwin.audit.evidence import Ledger, Trial
 from ctxwin.audit.harm import Floor, Part
@@ -34,13 +34,15 @@ from ctxwin.window.state import Conditioning
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
+    from ctxwin.engines.segments import Segment
     from ctxwin.fidelity import Reference
     from ctxwin.window.choice import Choice
+    from ctxwin.window.layout import Layout
 
 log = logging.getLogger("ctxwin")
 VARIABLE = "CTXWIN_AUDITS"
 """Environment variable; ``0``: nothing is audited in the background unless a `Fidelity` requests it by ``audit``."""
-_TRIES = 3
+_MAX_INTERRUPTIONS = 3
 _WINDOWS = 256
 _DECIDED, _CHUNKS = 4096, 16_384
 """Windows of which is remembered whether trials follow them, and chunks that are remembered as computed."""
@@ -91,10 +93,10 @@ class Job(ServedAnswer):
         recent: earlier exchanges of the window, the latest first.
         computed: prompt tokens that exact serving computed for the layout.
         repeated: of these, tokens of chunks that had been computed before.
-        trying: strategies are tried on it.
-        auditing: the answer itself is audited.
+        is_trial_candidate: strategies are tried on it.
+        is_audited: the answer itself is audited.
         done: called with the finding of an audit.
-        tries, tried: replays that a request interrupted, and the strategies whose trials they completed.
+        interruptions: replays of it that a request interrupted; completed: strategies whose trials they completed.
     """
 
     engine: Engine
@@ -103,13 +105,13 @@ class Job(ServedAnswer):
     recent: tuple[Exchange, ...]
     computed: int
     repeated: int
-    trying: bool
-    auditing: bool
+    is_trial_candidate: bool
+    is_audited: bool
     done: Callable[[Finding], None]
     ledger: Ledger | None
     forgettings: int
-    tries: int = 0
-    tried: set[str] = field(default_factory=set)
+    interruptions: int = 0
+    completed: set[str] = field(default_factory=set)
 
 
 class Auditor(IdleWorker[Job]):
@@ -138,7 +140,7 @@ class Auditor(IdleWorker[Job]):
         tenants = list(self.by_tenant.values())
         return Counts(**{f.name: sum(getattr(counts, f.name) for counts in tenants) for f in fields(Counts)})
 
-    def counted(self, tenant: str) -> Counts:
+    def counts_of(self, tenant: str) -> Counts:
         """Return the totals of one tenant, which the auditor keeps updating."""
         return self.by_tenant.setdefault(tenant, Counts())
 
@@ -162,7 +164,7 @@ class Auditor(IdleWorker[Job]):
             queue.append(job)
             while len(queue) > self.options.queue:
                 queue.popleft()
-                self.counted(tenant).dropped += 1
+                self.counts_of(tenant).dropped += 1
             self._start()
 
     def count_repeated(self, tenant: str, computed: Sequence[Choice]) -> int:
@@ -191,7 +193,7 @@ class Auditor(IdleWorker[Job]):
             self._wait_until_idle(job.engine)
             self._replay(job)
         except Exception:
-            self.counted(job.engine.tenant).gone += 1
+            self.counts_of(job.engine.tenant).gone += 1
             log.exception("an audit of window %s failed; the window continues", job.window)
 
     def _wait_until_idle(self, engine: Engine) -> None:
@@ -223,30 +225,31 @@ class Auditor(IdleWorker[Job]):
             lambda: job.forgettings == job.engine.repo.forgettings,
         )
         try:
-            if job.auditing:
+            if job.is_audited:
                 self._audit(replay, job)
-                job = replace(job, auditing=False)
-            if job.ledger is not None and job.trying and self._follows(job):
-                self._try(replay, job, job.ledger)
+                job = replace(job, is_audited=False)
+            if job.ledger is not None and job.is_trial_candidate and self._follows(job):
+                self._run_trials(replay, job, job.ledger)
         except AnswerStopped:
-            self.counted(job.engine.tenant).stopped += 1
+            self.counts_of(job.engine.tenant).stopped += 1
             self._interruptions += not self._holds
-            if job.tries + 1 < _TRIES or self._holds:
+            interruptions = job.interruptions + (not self._holds)
+            if interruptions < _MAX_INTERRUPTIONS:
                 with self._wake:
-                    self._waiting[job.engine.tenant].appendleft(replace(job, tries=job.tries + (not self._holds)))
+                    self._waiting[job.engine.tenant].appendleft(replace(job, interruptions=interruptions))
             else:
-                self.counted(job.engine.tenant).dropped += 1
+                self.counts_of(job.engine.tenant).dropped += 1
         except UnsupportedModel as error:
             self._unable = True
             log.warning("answers are not audited: %s", error)
         except UNREPLAYABLE as error:
-            self.counted(job.engine.tenant).gone += 1
+            self.counts_of(job.engine.tenant).gone += 1
             log.info("an answer of window %s is not audited: %s", job.window, error)
         finally:
             spent = time.monotonic() - began
             self._allowed_s(spent)
-            self.counted(job.engine.tenant).tokens += replay.work.tokens
-            self.counted(job.engine.tenant).seconds += spent
+            self.counts_of(job.engine.tenant).tokens += replay.work.tokens
+            self.counts_of(job.engine.tenant).seconds += spent
 
     def _follows(self, job: Job) -> bool:
         """Return True if trials follow a window: from its first answer, and until what they may compute is spent.
@@ -272,7 +275,7 @@ class Auditor(IdleWorker[Job]):
         replay.use_memos(job.memos)
         floor = Floor() if job.ledger is None else job.ledger.record.floor
         finding = replay.audit(job.state_after, job.fidelity, job.keys, job.exchange, floor)
-        counts, harm = self.counted(job.engine.tenant), finding.harm
+        counts, harm = self.counts_of(job.engine.tenant), finding.harm
         counts.audits += 1
         if harm.kind == "text":
             counts.texts += 1
@@ -284,98 +287,43 @@ class Auditor(IdleWorker[Job]):
             job.ledger.take([Trial(job.strategy, harm, finding.strict.kl, is_audit=True, unit=job.state.unit)])
         job.done(finding)
 
-    def _try(self, replay: Replay, job: Job, ledger: Ledger) -> None:
+    def _run_trials(self, replay: Replay, job: Job, ledger: Ledger) -> None:
         """Replay an exact answer, and recent questions, with every strategy that would have saved work."""
         trials: list[Trial] = []
-        tokens_audited = replay.work.tokens
-        exchanges: list[Exchange] = []
-        references: list[References] = []
-        shadows, is_stored = self._shadows_of(job), job.engine.repo.contains
-        question = digest("asked", [p.chunk_id for p in job.state.placed], job.exchange.query)
+        run, shadows, tokens_audited = (
+            _TrialRun(replay, job, ledger, self.options),
+            self._shadows_of(job),
+            replay.work.tokens,
+        )
+        question, unit = digest("asked", [p.chunk_id for p in job.state.placed], job.exchange.query), job.state.unit
         try:
             for name in ledger.candidates():
-                if name in job.tried:
+                layout = None if name in job.completed else run.build_layout(name, shadows.get(name, {}))
+                if layout is None:
                     continue
-                strategy = STRATEGIES[name]
-                forbidden = (*strategy.fidelity.advanced.forbid, *job.fidelity.advanced.forbid)
-                fidelity = strategy.fidelity.with_advanced(forbid=forbidden)
-                if strategy.lane in job.fidelity.advanced.forbid or not ledger.accepts_trial(name, job.state.unit):
-                    continue
-                state, visible = shadow(job.state, shadows.setdefault(name, {}))
-                planned = choose(
-                    state,
-                    fidelity,
-                    lambda key, visible=visible: visible(key) and is_stored(key),  # type: ignore[misc]
-                    engine=job.engine,
-                )
-                # Before its first edit a window is served alike in lane ``edited``.
-                followed = name in _HISTORY_DEPENDENT and (name != "edited" or shadows[name])
-                if not followed and all(c.lane != strategy.lane for c in planned):
-                    continue
-                layout = replay.build_layout(state, fidelity, visible=visible)
                 tokens_before = replay.work.tokens
                 segments = replay.fill(layout)
                 computed = replay.work.tokens - tokens_before + sum(c.recomputed_tokens for c in layout.choices)
-                conditionings = {c.entry.id: c.conditioning if c.updates_entry else c.entry.kv for c in layout.choices}
-                served = {placement: kv for placement, kv in conditionings.items() if kv is not None}
-                key, unit = (ledger.record.binding, name), job.state.unit
                 if (
-                    all(c.lane != strategy.lane for c in layout.choices)
-                    or not ledger.accepts_question(question, unit)
-                    or not self.sampler.is_trial(key, unit, question)
+                    any(c.lane == STRATEGIES[name].lane for c in layout.choices)
+                    and ledger.accepts_question(question, unit)
+                    and self.sampler.is_trial((ledger.record.binding, name), unit, question)
                 ):
-                    shadows[name] = served
-                    job.tried.add(name)
-                    continue
-                if not exchanges:
-                    exact = replay.fill(replay.build_layout(job.state_after, EXACT))
-                    exchanges = self._exchanges(replay, job, exact)
-                    layouts = replay.exact_layouts(job.state_after, pieces="placed")
-                    references = [
-                        References(replay, exchange, layouts, {"placed": rows}, own=True)
-                        for exchange, rows in zip(exchanges, replay.score(exact, exchanges), strict=True)
+                    first, *others = [
+                        Trial(name, finding.harm, finding.strict.kl, unit=unit, question=question)
+                        for finding in run.score(layout, segments)
                     ]
-                    self._measure(references[0], job, ledger)
-                reference = job.fidelity.advanced.reference if remembers(layout) else "window"
-                findings = [
-                    exact_one.compare(rows, reference, ledger.record.floor, partial(exact_one.value_over, segments))
-                    for exact_one, rows in zip(references, replay.score(segments, exchanges), strict=True)
-                ]
-                first: dict[str, Any] = {
-                    "computed": computed,
-                    "exact_computed": job.computed,
-                    "tokens": replay.work.tokens - tokens_before,
-                }
-                for finding in findings:
-                    trials.append(Trial(name, finding.harm, finding.strict.kl, unit=unit, question=question, **first))
-                    first = {}
-                shadows[name] = served
-                job.tried.add(name)
+                    tokens = replay.work.tokens - tokens_before
+                    first = replace(first, computed=computed, exact_computed=job.computed, tokens=tokens)
+                    trials += [first, *others]
+                conditionings = {c.entry.id: c.conditioning if c.updates_entry else c.entry.kv for c in layout.choices}
+                shadows[name] = {placement: kv for placement, kv in conditionings.items() if kv is not None}
+                job.completed.add(name)
         finally:
             tenant = job.engine.tenant
             self._trial_tokens[tenant] = self._trial_tokens.get(tenant, 0.0) + tokens_audited - replay.work.tokens
-            self.counted(tenant).trials += len(trials)
+            self.counts_of(tenant).trials += len(trials)
             ledger.take(trials)
-
-    def _measure(self, references: References, job: Job, ledger: Ledger) -> None:
-        """Measure how far exact answers are apart, on the first units."""
-        parts: tuple[tuple[Part, str], ...] = (("cut", "cut"), ("references", "stream"))
-        for part, name in parts[: 2 if job.fidelity.advanced.reference == "stricter" else 1]:
-            if ledger.lacks(part, job.state.unit) and (distance := references.distance(name)) is not None:
-                ledger.measure(part, job.state.unit, *distance)
-
-    def _exchanges(self, replay: Replay, job: Job, exact: tuple[Any, ...]) -> list[Exchange]:
-        """Return the question that was asked, and recent ones whose answer is unchanged.
-
-        A question about an evicted chunk has no answer here that could be harmed: asked again, it is answered at random. Exact
-        serving alone decides which questions are used, before any strategy is tried.
-        """
-        exchanges, limit = [job.exchange], self.options.questions
-        for recent in job.recent[: 2 * (limit - 1)]:
-            if len(exchanges) < limit and recent.query not in {e.query for e in exchanges}:
-                repeated = replay.answer(exact, recent.query, recent.max_tokens)
-                exchanges += [repeated] if repeated.ids == recent.ids else []
-        return exchanges
 
     def _shadows_of(self, job: Job) -> dict[str, dict[str, Conditioning]]:
         """Return KV by strategy and placement, as a window served so would have it; a branch begins with its parent's.
@@ -389,6 +337,70 @@ class Auditor(IdleWorker[Job]):
             shadows = {name: dict(kv_by_id) for name, kv_by_id in inherited.items()} if key == system_prompt else {}
             self._shadows.put(job.window, (system_prompt, shadows), 1)
         return shadows
+
+
+@dataclass
+class _TrialRun:
+    """Trials of strategies on one answer."""
+
+    replay: Replay
+    job: Job
+    ledger: Ledger
+    options: Options
+
+    def build_layout(self, name: str, conditionings: Mapping[str, Conditioning]) -> Layout | None:
+        """Return the layout that a strategy would have served behind ``conditionings``, None where that is no trial."""
+        strategy, job = STRATEGIES[name], self.job
+        forbidden, is_stored = job.fidelity.advanced.forbid, job.engine.repo.contains
+        if strategy.lane in forbidden or not self.ledger.accepts_trial(name, job.state.unit):
+            return None
+        fidelity = strategy.fidelity.with_advanced(forbid=(*strategy.fidelity.advanced.forbid, *forbidden))
+        state, visible = shadow(job.state, conditionings)
+        planned = choose(state, fidelity, lambda key: visible(key) and is_stored(key), engine=job.engine)
+        # Before its first edit a window is served alike in lane ``edited``.
+        followed = name in _HISTORY_DEPENDENT and (name != "edited" or conditionings)
+        if not followed and all(c.lane != strategy.lane for c in planned):
+            return None
+        return self.replay.build_layout(state, fidelity, visible=visible)
+
+    def score(self, layout: Layout, segments: Sequence[Segment]) -> list[Finding]:
+        """Return what the answers over a layout lose."""
+        reference = self.job.fidelity.advanced.reference if remembers(layout) else "window"
+        floor, rows = self.ledger.record.floor, self.replay.score(segments, [r.exchange for r in self.references])
+        return [
+            exact.compare(own, reference, floor, partial(exact.value_over, segments))
+            for exact, own in zip(self.references, rows, strict=True)
+        ]
+
+    @cached_property
+    def references(self) -> list[References]:
+        """Exact answers of the same questions. On the first units also how far they are apart is measured."""
+        exact = self.replay.fill(self.replay.build_layout(self.job.state_after, EXACT))
+        exchanges = self._exchanges(exact)
+        layouts = self.replay.exact_layouts(self.job.state_after, pieces="placed")
+        references = [
+            References(self.replay, exchange, layouts, {"placed": rows}, own=True)
+            for exchange, rows in zip(exchanges, self.replay.score(exact, exchanges), strict=True)
+        ]
+        parts: tuple[tuple[Part, str], ...] = (("cut", "cut"), ("references", "stream"))
+        for part, name in parts[: 2 if self.job.fidelity.advanced.reference == "stricter" else 1]:
+            distance = references[0].distance(name) if self.ledger.lacks(part, self.job.state.unit) else None
+            if distance is not None:
+                self.ledger.measure(part, self.job.state.unit, *distance)
+        return references
+
+    def _exchanges(self, exact: Sequence[Segment]) -> list[Exchange]:
+        """Return the question that was asked, and recent ones whose answer is unchanged.
+
+        A question about an evicted chunk has no answer here that could be harmed: asked again, it is answered at random. Exact
+        serving alone decides which questions are used, before any strategy is tried.
+        """
+        exchanges, limit = [self.job.exchange], self.options.questions
+        for recent in self.job.recent[: 2 * (limit - 1)]:
+            if len(exchanges) < limit and recent.query not in {e.query for e in exchanges}:
+                repeated = self.replay.answer(exact, recent.query, recent.max_tokens)
+                exchanges += [repeated] if repeated.ids == recent.ids else []
+        return exchanges
 
 
 def auditor_of(engine: Engine, options: Options | None = None) -> Auditor:

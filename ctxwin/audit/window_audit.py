@@ -125,16 +125,16 @@ class WindowAudit(Auditing):
             self._ledger.count_kind(form)
         if strategy is not None and not exact:
             rate = max(rate, self._rate(strategy, served, layout.choices, form))
-        auditing = self._auditor.sampler.draw(rate)
-        trying = self.earns and strategy is None and exact and greedy
+        is_audited = self._auditor.sampler.draw(rate)
+        is_trial_candidate = self.earns and strategy is None and exact and greedy
         exchange = Exchange(query, tuple(int(i) for i in answer.token_ids), ended, served.max_tokens, greedy)
         recent = tuple(reversed(self._recent))
         if greedy:
             self._recent.append(exchange)
-        if not auditing and not trying:
+        if not is_audited and not is_trial_candidate:
             return
-        self.due = answer if auditing else None
-        computed = [choice for choice in layout.choices if choice.compute] if trying else []
+        self.due = answer if is_audited else None
+        computed = [choice for choice in layout.choices if choice.compute] if is_trial_candidate else []
 
         def done(finding: Finding) -> None:
             amend(answer, audit=finding.strict.kl)
@@ -153,8 +153,8 @@ class WindowAudit(Auditing):
                 recent=recent,
                 computed=answer.usage.computed_tokens,
                 repeated=self._auditor.count_repeated(self._engine.tenant, computed),
-                trying=trying,
-                auditing=auditing,
+                is_trial_candidate=is_trial_candidate,
+                is_audited=is_audited,
                 done=done,
                 ledger=self._ledger if self.earns else None,
                 forgettings=self._engine.repo.forgettings,

@@ -259,7 +259,7 @@ class Service:
             strategies = auditor.ledger(state.engine, self.limits.fidelity.advanced.reference).record.ways
             known = {name: strategies.get(name, Evidence()) for name in STRATEGIES}
             standing = {name: (evidence.promoted, bool(evidence.stopped)) for name, evidence in known.items()}
-            self.metrics.read_audits(state.tenant, auditor.counted(state.tenant), standing)
+            self.metrics.read_audits(state.tenant, auditor.counts_of(state.tenant), standing)
 
     def _open(self, name: str, tenant: Tenant | None) -> TenantState:
         engine = self._open_engine(name, tenant)
