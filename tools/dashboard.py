@@ -84,8 +84,8 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Lost values", "percentunit", [(share("audits_lost", "audits"), "of the audited")]),
         ("Nats beyond the floor", "short", [(share("audit_excess_nats", "audit_texts"), "a token of text")]),
         ("What audits cost", "short", rates("audit_tokens", "audit_seconds")),
-        ("Promoted ways to serve", "short", [("max by (way) (ctxwin_way_promoted)", "{{way}}")]),
-        ("Ways whose trials stopped", "short", [("max by (way) (ctxwin_way_stopped)", "{{way}}")]),
+        ("Promoted strategies", "short", [("max by (strategy) (ctxwin_strategy_promoted)", "{{strategy}}")]),
+        ("Strategies whose trials stopped", "short", [("max by (strategy) (ctxwin_strategy_stopped)", "{{strategy}}")]),
     ],
     "Store": [
         ("Reads", "ops", by("store_reads", "tier", "result")),

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 from ctxwin.audit.confidence import Change, is_below, units_needed
 from ctxwin.audit.harm import CAP, Difference, Harm, Kind, Part, share_of
 from ctxwin.audit.options import Options
-from ctxwin.audit.record import SUFFIX, Decision, Evidence, Pending, Record, Tally, Verb
+from ctxwin.audit.record import SUFFIX, Decision, Evidence, Pending, Record, Tally, Verdict
 from ctxwin.audit.strategies import STRATEGIES, error_of
 from ctxwin.fidelity import Lane, Reference
 from ctxwin.files import atomic_write
@@ -57,7 +57,7 @@ log = logging.getLogger("ctxwin")
 _RETRY_S = 60.0
 REREAD_S = 1.0
 """Seconds between reads of the record of other processes."""
-ASKED = 1024
+QUESTIONS = 1024
 """Maximum questions that a record keeps, the newest."""
 DECISIONS = 100
 """Maximum decisions that a record keeps, the newest."""
@@ -157,12 +157,12 @@ class Ledger:
     def promoted(self, forbidden: Collection[Lane] = ()) -> str | None:
         """Return the promoted strategy that computed least of those whose lane is not ``forbidden``; None for exact."""
         allowed = {name for name, strategy in STRATEGIES.items() if strategy.lane not in forbidden}
-        promoted = {name: e for name, e in self.record.ways.items() if e.promoted and name in allowed}
+        promoted = {name: e for name, e in self.record.strategies.items() if e.promoted and name in allowed}
         return min(promoted, key=lambda n: promoted[n].computed / max(1, promoted[n].exact_computed), default=None)
 
     def candidates(self) -> list[str]:
         """Return the strategies to try now."""
-        evidence, remember = self.record.ways, self._record.reference == "nearer"
+        evidence, remember = self.record.strategies, self._record.reference == "nearer"
         eligible = [name for name, strategy in STRATEGIES.items() if remember or not strategy.remembers]
         return [n for n in eligible if not ((e := evidence.get(n, Evidence())).promoted or e.pause or e.stopped)]
 
@@ -189,7 +189,7 @@ class Ledger:
 
     def accepts_question(self, question: str, unit: str) -> bool:
         """Return True unless another unit was tried on ``question``, the digest of one over its chunks, in any process."""
-        return self.record.asked.get(_short(question), _short(unit)) == _short(unit)
+        return self.record.questions.get(_short(question), _short(unit)) == _short(unit)
 
     def count_kind(self, kind: Kind) -> None:
         """Count an answer of the windows that earn trust, for the mix of kinds."""
@@ -228,7 +228,7 @@ class Ledger:
             self._served[strategy] = self._served.get(strategy, 0) + 1
 
     def _evidence(self, strategy: str) -> Evidence:
-        return self._record.ways.get(strategy, Evidence())
+        return self._record.strategies.get(strategy, Evidence())
 
     def take(self, trials: Iterable[Trial]) -> list[Decision]:
         """Add the trials of one replay; return the decisions that follow. Cost: a small file is written.
@@ -236,47 +236,45 @@ class Ledger:
         Every replay, also one without trials, shortens the pause of strategies that were given up.
         """
         trials = list(trials)
-        if not trials and not any(e.pause or e.stopped for e in self.record.ways.values()):
+        if not trials and not any(e.pause or e.stopped for e in self.record.strategies.values()):
             return []
         with self._lock, self._file_lock():
             self._reread()
-            ways, decisions = dict(self._record.ways), []
+            strategies, decisions = dict(self._record.strategies), []
             for name, count in self._served.items():
-                old = ways.get(name, Evidence())
-                ways[name] = old.model_copy(update={"served": old.served + count})
+                old = strategies.get(name, Evidence())
+                strategies[name] = old.model_copy(update={"served": old.served + count})
             self._served.clear()
-            for name, old in ways.items():
+            for name, old in strategies.items():
                 if name in STRATEGIES and old.stopped and old.stopped != self.circumstances(old.stopped):
-                    ways[name] = old.model_copy(update={"stopped": "", "tokens": 0, "since": _now()})
+                    strategies[name] = old.model_copy(update={"stopped": "", "tokens": 0, "since": _now()})
                     decisions.append(self._decision(name, "resumed", old))
             done: set[str] = set()  # given up: further trials of this replay are no evidence of the next attempt
             for trial in (t for t in trials if t.strategy not in done):
-                old = ways.get(trial.strategy, Evidence())
+                old = strategies.get(trial.strategy, Evidence())
                 if trial.is_audit != old.promoted or old.stopped:
                     continue  # promoted, given up or stopped meanwhile: the answer belongs to the other phase
                 add = self._add_audit if old.promoted else self._add_trial
-                ways[trial.strategy], decision = add(old, trial)
+                strategies[trial.strategy], decision = add(old, trial)
                 if decision is not None:
                     decisions.append(decision)
-                    done |= {trial.strategy} if decision.what in ("rejected", "demoted") else set()
+                    done |= {trial.strategy} if decision.verdict in ("rejected", "demoted") else set()
             tested = {trial.strategy for trial in trials}
-            asked = {_short(trial.question): _short(trial.unit) for trial in trials if trial.question}
-            asked = self._record.asked | {
-                question: unit for question, unit in asked.items() if question not in self._record.asked
-            }
-            for name, old in ways.items():
+            questions = {_short(trial.question): _short(trial.unit) for trial in trials if trial.question}
+            questions = self._record.questions | questions | self._record.questions  # the first unit keeps its question
+            for name, old in strategies.items():
                 if old.pause and name not in tested:
-                    ways[name] = old.model_copy(update={"pause": old.pause - 1})
+                    strategies[name] = old.model_copy(update={"pause": old.pause - 1})
             update = {
-                "ways": ways,
-                "asked": dict([*asked.items()][-ASKED:]),
+                "strategies": strategies,
+                "questions": dict([*questions.items()][-QUESTIONS:]),
                 "decisions": (*self._record.decisions, *decisions)[-DECISIONS:],
                 **{name: getattr(self._options, name) for name in ("budget", "excess_budget", "level")},
             }
             self._record = self._record.model_copy(update=update)
             self._write()
         for decision in decisions:
-            level = logging.WARNING if decision.what in ("demoted", "stopped") else logging.INFO
+            level = logging.WARNING if decision.verdict in ("demoted", "stopped") else logging.INFO
             log.log(level, "%s: %s", self._record.model, decision)
         return decisions
 
@@ -334,13 +332,13 @@ class Ledger:
         pause = PAUSE * 2 ** min(old.attempt, PAUSE_DOUBLINGS)
         return Evidence(attempt=old.attempt + 1, since=_now(), pause=pause, past=past)
 
-    def _decision(self, strategy: str, what: Verb, evidence: Evidence) -> Decision:
-        fields = ("served", "audited", "harmed") if what == "demoted" else ()
+    def _decision(self, strategy: str, verdict: Verdict, evidence: Evidence) -> Decision:
+        fields = ("served", "audited", "harmed") if verdict == "demoted" else ()
         error = error_of(strategy, evidence.attempt, self._options.level)
         return Decision(
             date=_now(),
-            way=strategy,
-            what=what,
+            strategy=strategy,
+            verdict=verdict,
             trials=evidence.scored.answers,
             harms=evidence.scored.harm,
             units=sum(evidence.scored.units.values()),
@@ -395,16 +393,16 @@ class Ledger:
             log.warning("%s is not used (%s); evidence starts at zero", self._path, " ".join(str(error).split())[:200])
             return
         if self._unsaved:  # what was given up here must not serve again
-            own = {name: e for name, e in self._record.ways.items() if not e.promoted}
-            given_up = {name: own[name] for name, e in record.ways.items() if e.promoted and name in own}
-            record = record.model_copy(update={"ways": record.ways | given_up})
+            own = {name: e for name, e in self._record.strategies.items() if not e.promoted}
+            given_up = {name: own[name] for name, e in record.strategies.items() if e.promoted and name in own}
+            record = record.model_copy(update={"strategies": record.strategies | given_up})
         self._record, self._stamp = record, stamp
 
     def _write(self) -> None:
         if self._path is None or time.monotonic() < self._retry:
             return
         try:
-            atomic_write(self._path, self._record.model_dump_json(indent=1).encode() + b"\n")
+            atomic_write(self._path, self._record.model_dump_json(indent=1, by_alias=True).encode() + b"\n")
             stat = self._path.stat()
             self._stamp, self._unsaved = (stat.st_mtime_ns, stat.st_ino), False
         except OSError as error:

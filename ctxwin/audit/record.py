@@ -21,7 +21,7 @@ UNIT_PARTS = 840
 Model = TypeVar("Model", bound=BaseModel)
 Pending = tuple[NonNegativeInt, NonNegativeFloat, NonNegativeInt, float]
 Parts = Annotated[int, Field(ge=0, le=UNIT_PARTS)]
-Verb = Literal["promoted", "demoted", "rejected", "stopped", "resumed"]
+Verdict = Literal["promoted", "demoted", "rejected", "stopped", "resumed"]
 
 
 class Tally(BaseModel):
@@ -128,10 +128,10 @@ class Decision(BaseModel):
     """Promotion or end of a strategy, with its date and evidence.
 
     Attributes:
-        way: name of the strategy.
-        what: ``promoted``; ``demoted``: no longer promoted; ``rejected``: did harm too often on trial; ``stopped``: cannot
-            be promoted at a reasonable cost, so trials ended; ``resumed``: they go on, as the mix of answers or the settings
-            have changed.
+        strategy: its name, ``way`` in files and JSON.
+        verdict: ``what`` in files and JSON. ``promoted``; ``demoted``: no longer promoted; ``rejected``: did harm too often
+            on trial; ``stopped``: cannot be promoted at a reasonable cost, so trials ended; ``resumed``: they go on, as the
+            mix of answers or the settings have changed.
         trials, harms, units: scored answers on trial, the values lost among them, and the units that counted.
         upper: bound on a unit's mean share of lost values at that time.
         texts, excess, text_units, excess_upper: the same of text: answers, their mean nats a token beyond the floor, units, and
@@ -141,11 +141,11 @@ class Decision(BaseModel):
         served, audited, harmed: answers served so until then, the audited ones among them, and the sum of their harms.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     date: str
-    way: str
-    what: Verb
+    strategy: str = Field(alias="way")
+    verdict: Verdict = Field(alias="what")
     trials: int
     harms: float
     units: int = 0
@@ -171,12 +171,12 @@ class Decision(BaseModel):
                 f"text {self.excess:+.2g} nats a token beyond the floor of {self.floor:.2g}, {self.texts} answers{within} "
                 f"(at most {self.excess_upper:.2g})"
             )
-        if self.what == "stopped":
+        if self.verdict == "stopped":
             parts.append(f"a promotion would take too long; trials computed {self.tokens:,} tokens")
-        if self.what == "demoted":
+        if self.verdict == "demoted":
             share = f", {self.harmed:g} of {self.audited} audited ones harmed" if self.audited else ""
             parts.append(f"{self.served} answers were served so meanwhile{share}")
-        return f"{self.way} {self.what}: {'; '.join(parts)}"
+        return f"{self.strategy} {self.verdict}: {'; '.join(parts)}"
 
 
 class Record(BaseModel):
@@ -188,11 +188,11 @@ class Record(BaseModel):
         model, engine, dtype: for display.
         budget, excess_budget, level: of the last decisions (`ctxwin.audit.Options`).
         floor: differences of exact answers.
-        ways: evidence by strategy.
-        asked: by the digest of a question over its chunks, the unit that was tried on it; the newest.
+        strategies: evidence by strategy, ``ways`` in files and JSON.
+        questions: the unit that was tried on a question over its chunks, by their digest, ``asked`` in files; the newest.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     format: Literal[3] = 3
     binding: str
@@ -206,9 +206,9 @@ class Record(BaseModel):
     excess_budget: float = Field(default=0.01, gt=0, lt=CAP)
     level: float = Field(default=0.95, gt=0, lt=1)
     floor: Floor = Floor()
-    ways: dict[str, Evidence] = Field(default_factory=dict)
+    strategies: dict[str, Evidence] = Field(default_factory=dict, alias="ways")
     decisions: tuple[Decision, ...] = ()
-    asked: dict[str, str] = Field(default_factory=dict)
+    questions: dict[str, str] = Field(default_factory=dict, alias="asked")
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -219,12 +219,13 @@ class Record(BaseModel):
         data = pydantic_core.from_json(path.read_bytes())
         if not isinstance(data, dict):
             raise ValueError(f"it must be a JSON object, got {type(data).__name__}")
-        ways, decisions = data.get("ways") or {}, data.get("decisions") or []
-        if not isinstance(ways, dict) or not isinstance(decisions, list):
+        strategies, decisions = data.get("ways") or {}, data.get("decisions") or []
+        if not isinstance(strategies, dict) or not isinstance(decisions, list):
             raise ValueError("its ways must be an object and its decisions a list")
-        readable = {name: e for name, entry in ways.items() if (e := _entry(Evidence, entry, f"{path}: way {name}"))}
+        entries = {name: _entry(Evidence, entry, f"{path}: strategy {name}") for name, entry in strategies.items()}
         lines = [_entry(Decision, line, f"{path}: decision {i}") for i, line in enumerate(decisions)]
-        fields = {**data, "ways": readable, "decisions": [line for line in lines if line is not None]}
+        fields = {**data, "ways": {name: entry for name, entry in entries.items() if entry is not None}}
+        fields["decisions"] = [line for line in lines if line is not None]
         return cast("Self", validate(cls.model_validate, fields, ""))
 
 

@@ -60,13 +60,14 @@ def _to_json(record: Any) -> dict[str, Any]:
     from ctxwin.audit.strategies import error_of
 
     fields: dict[str, Any] = record.model_dump(
-        exclude={"ways": {"__all__": {"open", "past"}}, "floor": {"cut": {"units"}, "references": {"units"}}}
+        exclude={"strategies": {"__all__": {"open", "past"}}, "floor": {"cut": {"units"}, "references": {"units"}}},
+        by_alias=True,
     )
     fields["floor"]["said"] = str(record.floor)
     for part in ("cut", "references"):
         difference = getattr(record.floor, part)
         fields["floor"][part] |= {"windows": len(difference.units), "mean": difference.mean}
-    for name, evidence in record.ways.items():
+    for name, evidence in record.strategies.items():
         row, error = fields["ways"][name], error_of(name, evidence.attempt, record.level)
         row |= {"windows": evidence.units, "trials": evidence.trials}
         for kind, unit in (("scored", 1.0), ("text", CAP)):

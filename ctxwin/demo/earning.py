@@ -94,6 +94,6 @@ class Earning:
             return f"{strategy} is promoted"
         windows = ", ".join(
             f"{name} {e.begun} of {e.units + ledger.units_needed(name) + BEHIND}"
-            for name, e in ledger.record.ways.items()
+            for name, e in ledger.record.strategies.items()
         )
         return f"nothing is promoted: each stream is one window, and without harm it takes so many: {windows or 'none tried'}"

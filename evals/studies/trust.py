@@ -63,7 +63,7 @@ def turn(
                 auditor.drain()
                 verdict = "right" if answer.text.strip() == question.answer else "wrong"
                 outcomes[f"{way or 'exact'} {verdict}"] += 1
-            if any(d.what == change for d in auditor.decisions(engine)[begun:]):
+            if any(d.verdict == change for d in auditor.decisions(engine)[begun:]):
                 break
         result[kind] = {
             "asks": sum(outcomes.values()),
@@ -71,7 +71,7 @@ def turn(
             "lost": auditor.counts.lost - lost,
             "served": dict(outcomes),
             "decisions": [str(d) for d in auditor.decisions(engine)[begun:]],
-            "ways": {n: e.model_dump() for n, e in auditor.ledger(engine).record.ways.items()},
+            "ways": {n: e.model_dump() for n, e in auditor.ledger(engine).record.strategies.items()},
         }
     return result
 

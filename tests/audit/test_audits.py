@@ -353,8 +353,8 @@ def test_a_way_is_promoted_on_its_evidence_and_the_next_window_is_served_so(mode
     assert 20 <= windows < 40
     assert window.fidelity.mode == "blind"
     (record,) = records(str(model))
-    assert record.ways["blind"].promoted
-    assert record.decisions[-1].trials == record.ways["blind"].trials
+    assert record.strategies["blind"].promoted
+    assert record.decisions[-1].trials == record.strategies["blind"].trials
     assert record.decisions[-1].units + BEHIND == windows
     assert Window(engine, SYSTEM).fidelity.mode == "blind"
     assert Window(engine, SYSTEM, fidelity=Fidelity("exact")).fidelity.mode == "exact"
@@ -374,9 +374,9 @@ def test_a_way_that_does_harm_is_not_promoted(engine: HFEngine) -> None:
         for q in questions_for(frames, 2, np.random.default_rng(seed), ("multi_hop",)):
             assert window.ask(q.text, 4).usage.exact
             assert auditor.drain(LONG)
-    blind = [d for d in auditor.decisions(engine) if d.way == "blind"]
+    blind = [d for d in auditor.decisions(engine) if d.strategy == "blind"]
     assert blind
-    assert {d.what for d in blind} == {"rejected"}
+    assert {d.verdict for d in blind} == {"rejected"}
     assert window.fidelity.mode == "exact"
 
 
@@ -405,7 +405,7 @@ def test_a_clock_that_goes_on_is_a_trial_of_edits(
             with asked(engine, minute) as branch:
                 assert branch.plan().exact
             assert auditor.drain(LONG)
-            decisions = [d.what for d in auditor.decisions(engine) if d.way == "edited"]
+            decisions = [d.verdict for d in auditor.decisions(engine) if d.strategy == "edited"]
             if decisions:
                 break
         assert decisions == [what]
@@ -431,8 +431,8 @@ def test_a_promoted_strategy_serves_no_lane_that_a_window_rules_out(
     """The cheapest of the others serves, so that a window is neither left exact nor remembers what left."""
     ledger = auditor_of(engine).ledger(engine)
     computed = {"blind": 10, "survivor": 50, "patched": 70}
-    ways = {name: Evidence(promoted=True, computed=count, exact_computed=100) for name, count in computed.items()}
-    ledger._record = ledger.record.model_copy(update={"ways": ways})
+    strategies = {name: Evidence(promoted=True, computed=count, exact_computed=100) for name, count in computed.items()}
+    ledger._record = ledger.record.model_copy(update={"strategies": strategies})
     frames = stream(5)
     with Window(engine, SYSTEM, fidelity=fidelity) as window:
         for frame in frames:

@@ -15,7 +15,7 @@ import pytest
 
 from ctxwin.audit import Options, evidence
 from ctxwin.audit.confidence import units_needed
-from ctxwin.audit.evidence import ASKED, BEHIND, PAUSE, UNIT_TRIALS, Ledger, Trial
+from ctxwin.audit.evidence import BEHIND, PAUSE, QUESTIONS, UNIT_TRIALS, Ledger, Trial
 from ctxwin.audit.harm import CAP, FLOOR_UNITS, Harm
 from ctxwin.audit.record import Decision, Evidence, Record, records
 from ctxwin.audit.strategies import STRATEGIES, attempt_share, error_of
@@ -50,7 +50,7 @@ def test_a_way_is_promoted_once_the_bound_is_under_the_budget_and_not_before(tmp
     assert ledger.take(good(NEEDED + BEHIND - 1)) == []
     assert ledger.promoted() is None
     (decision,) = ledger.take(good(1))
-    assert (decision.what, decision.way, decision.units, decision.harms) == ("promoted", "survivor", NEEDED, 0)
+    assert (decision.verdict, decision.strategy, decision.units, decision.harms) == ("promoted", "survivor", NEEDED, 0)
     assert decision.upper <= 0.01
     assert ledger.promoted() == "survivor"
     assert "survivor" not in ledger.candidates()
@@ -62,7 +62,7 @@ def test_one_window_is_one_unit_however_much_is_asked() -> None:
     for _ in range(3000):
         assert ledger.take(good(1, unit="camera")) == []
     assert ledger.promoted() is None
-    found = ledger.record.ways["survivor"]
+    found = ledger.record.strategies["survivor"]
     assert (found.trials, found.units) == (UNIT_TRIALS, 1)
     assert not ledger.accepts_trial("survivor", "camera")
     assert ledger.accepts_trial("survivor", "another")
@@ -71,12 +71,12 @@ def test_one_window_is_one_unit_however_much_is_asked() -> None:
 def test_a_units_harm_is_the_mean_of_its_trials_and_counts_in_the_order_of_its_beginning() -> None:
     ledger = Ledger(record(), None)
     ledger.take([*good(3, unit="one"), *bad(1, unit="one"), *good(UNIT_TRIALS, unit="two")])
-    assert ledger.record.ways["survivor"].scored.units == {}  # the second is full, but the first may go on
+    assert ledger.record.strategies["survivor"].scored.units == {}  # the second is full, but the first may go on
     ledger.take(good(BEHIND - 1))
-    assert ledger.record.ways["survivor"].scored.units == {210: 1, 0: 1}  # of 840 parts
+    assert ledger.record.strategies["survivor"].scored.units == {210: 1, 0: 1}  # of 840 parts
     ledger.take(bad(1, unit="one"))
-    assert ledger.record.ways["survivor"].scored.units[210] == 1  # it is too late
-    assert ledger.record.ways["survivor"].scored.harm == 1
+    assert ledger.record.strategies["survivor"].scored.units[210] == 1  # it is too late
+    assert ledger.record.strategies["survivor"].scored.harm == 1
 
 
 def test_excess_counts_as_what_it_is_up_to_the_cap() -> None:
@@ -84,13 +84,13 @@ def test_excess_counts_as_what_it_is_up_to_the_cap() -> None:
     for excess, parts in ((0.1 * CAP, 84), (-0.1, 0), (2 * CAP, 840)):
         unit = f"exceeds by {excess}"
         ledger.take([replace(t, harm=Harm("text", excess)) for t in good(UNIT_TRIALS, unit=unit)])
-        assert ledger.record.ways["survivor"].text.units[parts] == 1
+        assert ledger.record.strategies["survivor"].text.units[parts] == 1
 
 
 def test_text_is_judged_by_its_mean_excess_over_the_floor() -> None:
     for excess, outcome in ((-0.002, "promoted"), (0.004, "promoted"), (0.015, "rejected"), (0.2, "rejected")):
         ledger = Ledger(record(), None)
-        made = [d.what for _ in range(400) for d in ledger.take(text(1, excess))]
+        made = [d.verdict for _ in range(400) for d in ledger.take(text(1, excess))]
         assert made[:1] == [outcome], excess
     ledger = Ledger(record(), None)
     assert ledger.take(text(TEXT_NEEDED + BEHIND - 1, -0.002)) == []
@@ -103,18 +103,18 @@ def test_a_unit_may_exceed_here_and_fall_below_there() -> None:
     ledger = Ledger(record(), None)
     for excess in (0.05, -0.05) * 4:
         ledger.take([replace(t, unit="one") for t in text(1, excess)])
-    assert ledger.record.ways["survivor"].text.units == {0: 1}
+    assert ledger.record.strategies["survivor"].text.units == {0: 1}
 
 
 def test_each_kind_of_answer_that_occurred_must_be_shown_harmless() -> None:
     ledger = Ledger(record(), None)
     ledger.take(text(1, 0.0))
     assert ledger.take(good(NEEDED + BEHIND)) == []
-    assert [d.what for d in ledger.take(text(TEXT_NEEDED + BEHIND, 0.0))] == ["promoted"]
+    assert [d.verdict for d in ledger.take(text(TEXT_NEEDED + BEHIND, 0.0))] == ["promoted"]
     mixed = Ledger(record(), None)
     for _ in range(NEEDED + BEHIND):
         mixed.take([*good(1, unit=(unit := f"mixed {next(NUMBERS)}")), replace(text(1, 0.3)[0], unit=unit)])
-    assert "promoted" not in {d.what for d in mixed.record.decisions}
+    assert "promoted" not in {d.verdict for d in mixed.record.decisions}
 
 
 def test_text_that_turns_is_demoted_though_values_are_kept() -> None:
@@ -125,7 +125,7 @@ def test_text_that_turns_is_demoted_though_values_are_kept() -> None:
     while not made:
         made = ledger.take([*good(1, served=True), *text(1, 0.3, served=True)])
         answers += 1
-    assert made[0].what == "demoted" and answers <= 5
+    assert made[0].verdict == "demoted" and answers <= 5
 
 
 def test_the_floor_is_measured_on_few_units_and_kept(tmp_path: Path) -> None:
@@ -151,17 +151,17 @@ def test_trials_stop_where_a_promotion_would_cost_too_much_and_go_on_when_someth
 
     ledger = Ledger(record(), tmp_path, Options(token_limit=100_000))
     made = ledger.take(dear(3 * BEHIND))
-    assert [d.what for d in made] == ["stopped"]
+    assert [d.verdict for d in made] == ["stopped"]
     assert "17,000 tokens" in str(made[0])
     assert "survivor" not in ledger.candidates() and "blind" in ledger.candidates()
     assert ledger.take(dear(1)) == ledger.take([]) == []  # said once
     again = Ledger(record(), tmp_path, Options(token_limit=100_000))
     assert again.take([]) == [] and "survivor" not in again.candidates()
     richer = Ledger(record(), tmp_path, Options(token_limit=10_000_000))
-    assert [d.what for d in richer.take([])] == ["resumed"]
+    assert [d.verdict for d in richer.take([])] == ["resumed"]
     assert "survivor" in richer.candidates()
     promoted = richer.take(dear(NEEDED + BEHIND))
-    assert [d.what for d in promoted] == ["promoted"]
+    assert [d.verdict for d in promoted] == ["promoted"]
 
 
 def test_another_mix_of_answers_resumes_trials() -> None:
@@ -172,7 +172,7 @@ def test_another_mix_of_answers_resumes_trials() -> None:
     assert ledger.take([]) == [] and "survivor" not in ledger.candidates()
     for _ in range(20):
         ledger.count_kind("text")
-    assert [d.what for d in ledger.take([])] == ["resumed"]
+    assert [d.verdict for d in ledger.take([])] == ["resumed"]
 
 
 def test_the_chance_of_error_is_spent_over_ways_and_attempts() -> None:
@@ -186,17 +186,17 @@ def test_the_chance_of_error_is_spent_over_ways_and_attempts() -> None:
 
 def test_a_ledger_survives_ten_thousand_rejections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "PAUSE", 0)
-    before = record().model_copy(update={"ways": {"blind": Evidence(attempt=9_800)}})
+    before = record().model_copy(update={"strategies": {"blind": Evidence(attempt=9_800)}})
     ledger = Ledger(before, None)
     monkeypatch.setattr(evidence, "PAST", 100)
-    while (found := ledger.record.ways["blind"]).attempt < 10_000:
+    while (found := ledger.record.strategies["blind"]).attempt < 10_000:
         ledger.take(bad(1, "blind"))
         assert len(found.past) <= 100
     assert "blind" in ledger.candidates()
-    assert all(d.what == "rejected" and d.upper == 1 for d in ledger.record.decisions)
+    assert all(d.verdict == "rejected" and d.upper == 1 for d in ledger.record.decisions)
     needed = units_needed(0.01, error_of("blind", 10_000, 0.95))
-    assert [d.what for d in ledger.take(good(needed + BEHIND, "blind"))] == ["promoted"]
-    (tmp_path / "record.trust.json").write_text(ledger.record.model_dump_json())
+    assert [d.verdict for d in ledger.take(good(needed + BEHIND, "blind"))] == ["promoted"]
+    (tmp_path / "record.trust.json").write_text(ledger.record.model_dump_json(by_alias=True))
     assert Record.read(tmp_path / "record.trust.json") == ledger.record
 
 
@@ -205,16 +205,16 @@ def test_odd_entries_are_left_out_and_the_rest_counts(tmp_path: Path, caplog: py
     ledger.take([*good(NEEDED + BEHIND), *good(3, "patched"), *good(3, "blind")])
     (path,) = tmp_path.glob("*.trust.json")
     for way, name, value in (("patched", "answers", -1), ("blind", "wealth", ["x"]), ("blind", "units", {"900": 1})):
-        odd = json.loads(ledger.record.model_dump_json())
+        odd = json.loads(ledger.record.model_dump_json(by_alias=True))
         odd["ways"][way]["scored"][name] = value
         odd["decisions"].append({"what": "?"})
         odd["ways"]["orbit"] = None
         path.write_text(json.dumps(odd))
         found = Record.read(path)
-        assert found.ways["survivor"].promoted
-        assert way not in found.ways
-        assert [d.what for d in found.decisions] == ["promoted"]
-        assert f"way {way} is left out" in caplog.text
+        assert found.strategies["survivor"].promoted
+        assert way not in found.strategies
+        assert [d.verdict for d in found.decisions] == ["promoted"]
+        assert f"strategy {way} is left out" in caplog.text
     for odd_text in ("[]", "{", '{"format": 3, "ways": []}', "\0", json.dumps({**odd, "format": 2})):
         path.write_text(odd_text)
         with pytest.raises(ValueError):  # whatever is wrong with it
@@ -231,27 +231,27 @@ def test_of_several_that_computes_least_is_served() -> None:
 def test_a_way_that_does_harm_is_rejected_soon_and_tried_again_later() -> None:
     ledger = Ledger(record(), None)
     (decision,) = [d for _ in range(2) for d in ledger.take(bad(1, "blind"))]
-    assert (decision.what, decision.trials) == ("rejected", 2)
+    assert (decision.verdict, decision.trials) == ("rejected", 2)
     assert "blind" not in ledger.candidates()
     for _ in range(PAUSE):
         ledger.take(good(1, unit="other"))
     assert "blind" in ledger.candidates()
-    assert ledger.record.ways["blind"].attempt == 1
+    assert ledger.record.strategies["blind"].attempt == 1
     ledger.take(bad(3, "blind"))
-    assert ledger.record.ways["blind"].pause == 2 * PAUSE
+    assert ledger.record.strategies["blind"].pause == 2 * PAUSE
 
 
 def test_one_bad_window_rejects_nothing() -> None:
     ledger = Ledger(record(), None)
     assert ledger.take(bad(UNIT_TRIALS, unit="dark")) == []
     assert ledger.take(good(NEEDED)) == []
-    assert ledger.record.ways["survivor"].attempt == 0
+    assert ledger.record.strategies["survivor"].attempt == 0
 
 
 def test_units_of_an_attempt_are_no_evidence_of_the_next() -> None:
     ledger = Ledger(record(), None)
     ledger.take([*good(1, unit="kind"), *bad(3)])
-    assert ledger.record.ways["survivor"].attempt == 1
+    assert ledger.record.strategies["survivor"].attempt == 1
     assert not ledger.accepts_trial("survivor", "kind")
 
 
@@ -264,18 +264,18 @@ def test_a_promoted_way_that_turns_is_demoted_and_says_what_was_served_meanwhile
     made: list[Decision] = []
     while not made:
         made = ledger.take(bad(1, served=True, unit="one window is enough"))
-    assert made[0].what == "demoted"
+    assert made[0].verdict == "demoted"
     assert made[0].harmed <= 2
     assert (made[0].served, made[0].audited) == (300, 15 + made[0].harmed)
     assert "300 answers were served so meanwhile" in str(made[0])
     assert ledger.promoted() is None
-    assert ledger.record.ways["survivor"].trials == 0  # what was true before the change promotes nothing after it
+    assert ledger.record.strategies["survivor"].trials == 0  # what was true before the change promotes nothing after it
 
 
 def test_trials_that_come_late_are_of_the_phase_before() -> None:
     ledger = Ledger(record(), None)
     ledger.take(bad(2, served=True))
-    assert ledger.record.ways.get("survivor", Evidence()).trials == 0
+    assert ledger.record.strategies.get("survivor", Evidence()).trials == 0
     ledger.take(good(NEEDED + BEHIND))
     ledger.take(bad(5))  # tried by another process that had not read of the promotion
     assert ledger.promoted() == "survivor"
@@ -308,7 +308,7 @@ def test_evidence_lasts_and_is_shared(tmp_path: Path) -> None:
     assert second.promoted() == "survivor"
     assert Ledger(record(), tmp_path).promoted() == "survivor"
     (found,) = _read(tmp_path)
-    assert found.ways["survivor"].trials == NEEDED + BEHIND
+    assert found.strategies["survivor"].trials == NEEDED + BEHIND
 
 
 def test_a_failed_write_ends_neither_reading_nor_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_a_failed_write_ends_neither_reading_nor_writing(tmp_path: Path, monkeyp
     assert second.promoted() is first.promoted() is None
     monkeypatch.setattr(first, "_retry", 0.0)
     first.take(good(1, "edited"))
-    assert _read(tmp_path)[0].ways["edited"].trials == 1
+    assert _read(tmp_path)[0].strategies["edited"].trials == 1
 
 
 def test_a_question_is_evidence_once_in_all_processes(tmp_path: Path) -> None:
@@ -331,8 +331,8 @@ def test_a_question_is_evidence_once_in_all_processes(tmp_path: Path) -> None:
     again = Ledger(record(), tmp_path)
     assert again.accepts_question("q", "window") and again.accepts_question("other", "another")
     assert not again.accepts_question("q", "another")
-    again.take([replace(t, question=str(i)) for i, t in enumerate(good(ASKED))])
-    assert len(_read(tmp_path)[0].asked) == ASKED
+    again.take([replace(t, question=str(i)) for i, t in enumerate(good(QUESTIONS))])
+    assert len(_read(tmp_path)[0].questions) == QUESTIONS
 
 
 def _add(folder: str, count: int) -> None:
@@ -348,7 +348,7 @@ def test_processes_lose_nothing_of_each_other(tmp_path: Path) -> None:
         other.start()
     for other in others:
         other.join()
-    assert _read(tmp_path)[0].ways["survivor"].trials == 150
+    assert _read(tmp_path)[0].strategies["survivor"].trials == 150
 
 
 def test_what_is_bound_to_something_else_or_broken_is_not_used(
@@ -365,7 +365,7 @@ def test_what_is_bound_to_something_else_or_broken_is_not_used(
     ledger = Ledger(record(), tmp_path)
     assert ledger.promoted() is None
     ledger.take(good(1))
-    assert _read(tmp_path)[0].ways["survivor"].trials == 1
+    assert _read(tmp_path)[0].strategies["survivor"].trials == 1
 
 
 def test_a_folder_that_cannot_be_written_costs_the_file_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

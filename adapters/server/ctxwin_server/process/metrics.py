@@ -68,14 +68,14 @@ class Metrics:
         self.audit_texts = counter("audit_texts", "Audited answers without a value, which are held against the floor")
         self.audit_excess = counter("audit_excess_nats", "Nats a token beyond the floor, summed over these")
         self.audit_fallbacks = counter("audit_fallbacks", "Chunks that fell back to exact after an audit")
-        self.audit_trials = counter("audit_trials", "Comparisons of ways to serve that are not promoted")
+        self.audit_trials = counter("audit_trials", "Comparisons of strategies that are not promoted")
         self.audit_tokens = counter("audit_tokens", "Prompt tokens that audits ran through a forward")
         self.audit_seconds = counter("audit_seconds", "Seconds that audits took, while nobody waited")
         self.audits_stopped = counter("audits_stopped", "Audits that gave way to a request")
         self.audits_dropped = counter("audits_dropped", "Answers that were due to be audited and were not")
-        self.promoted = gauge("way_promoted", "1 for the ways to serve that audits have promoted", "way")
+        self.promoted = gauge("strategy_promoted", "1 for the strategies that audits have promoted", "strategy")
         self.stopped = gauge(
-            "way_stopped", "1 for the ways to serve whose trials stopped, as a promotion would cost too much", "way"
+            "strategy_stopped", "1 for the strategies whose trials stopped, as they would cost too much", "strategy"
         )
         self.patches_served = counter("patches_served", "Patches that an answer was served with, each counted once")
         self.patches_dropped = counter("patches_dropped", "Patches removed for their bytes that had never served")
@@ -207,7 +207,7 @@ class Metrics:
             self._rise(self.memory_refused, refused, "")
 
     def read_audits(self, tenant: str, counts: AuditCounts, standing: Mapping[str, tuple[bool, bool]]) -> None:
-        """Update the metrics of audits; ``standing``: for each way to serve whether it is promoted, and whether stopped."""
+        """Update the metrics of audits; ``standing``: for each strategy whether it is promoted, and whether stopped."""
         totals = {
             self.audits: counts.audits,
             self.audits_lost: counts.lost,
@@ -223,9 +223,9 @@ class Metrics:
         with self._lock:
             for metric, total in totals.items():
                 self._rise(metric, total, tenant)
-            for way, (is_promoted, is_stopped) in standing.items():
-                self.with_labels(self.promoted, tenant, way).set(is_promoted)
-                self.with_labels(self.stopped, tenant, way).set(is_stopped)
+            for strategy, (is_promoted, is_stopped) in standing.items():
+                self.with_labels(self.promoted, tenant, strategy).set(is_promoted)
+                self.with_labels(self.stopped, tenant, strategy).set(is_stopped)
 
     def _rise(self, metric: Any, total: float, tenant: str, *values: str) -> None:
         key = (id(metric), tenant, *values)

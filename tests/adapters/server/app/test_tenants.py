@@ -387,7 +387,7 @@ def test_metrics_show_tenants_by_name_and_nothing_else_of_theirs(server: Server)
         assert secret not in shown
     labels = set(re.findall(r'(\w+)="([^"]*)"', shown))
     assert {value for name, value in labels if name == "tenant"} == {"acme", "bolt", ""}
-    assert {name for name, _ in labels} <= {"tenant", "lane", "op", "tier", "way", "result", "code", "le"}
+    assert {name for name, _ in labels} <= {"tenant", "lane", "op", "tier", "strategy", "result", "code", "le"}
 
 
 def test_refusals_reach_the_client_as_ours(server: Server) -> None:
