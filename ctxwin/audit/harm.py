@@ -100,13 +100,9 @@ class Harm:
     def __str__(self) -> str:
         if self.kind == "text":
             return f"{self.amount:+.3g} nats a token beyond the floor"
-        return (
-            "its value lost"
-            if self.amount
-            else "exact answers disagree about its value"
-            if self.undecided
-            else "its value kept"
-        )
+        if self.undecided:
+            return "exact answers disagree about its value"
+        return "its value lost" if self.amount else "its value kept"
 
 
 def share_of(kind: Kind, amount: float) -> float:

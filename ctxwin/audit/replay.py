@@ -263,21 +263,16 @@ class Replay:
         return self._bare(state, recent)
 
     def _bare(self, state: State, entries: Sequence[Placed]) -> tuple[Segment, ...]:
-        encodeds = [
-            self.engine.encode_system_prompt(state.system_prompt),
-            *(self.engine.encode(p.chunk) for p in entries),
-        ]
+        system_prompt = self.engine.encode_system_prompt(state.system_prompt)
+        encodeds = [system_prompt, *(self.engine.encode(p.chunk) for p in entries)]
         starts = itertools.accumulate((encoded.advance for encoded in encodeds), initial=0)
         return tuple(map(Segment, encodeds, starts))
 
     def exact_layouts(self, state: State, *, pieces: Literal["placed", "cut"] = "cut") -> Layouts:
         """Return the layouts of `References`; ``pieces``: which of the placed chunks' two is computed a chunk at a time."""
-        whole: Layouts = {name: partial(self.reprefill, state) for name in ("placed", "cut")}
-        return {
-            **whole,
-            pieces: lambda: self.in_pieces(self.reprefill(state)),
-            "stream": partial(self.reprefill_stream, state),
-        }
+        whole = partial(self.reprefill, state)
+        layouts: Layouts = {"placed": whole, "cut": whole, "stream": partial(self.reprefill_stream, state)}
+        return {**layouts, pieces: lambda: self.in_pieces(whole())}
 
     def in_pieces(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
         """Return segments with the KV they lack, each computed by a forward of its own after the preceding ones; nothing is
@@ -285,12 +280,11 @@ class Replay:
         filled: list[Segment] = []
         prefill = partial(self.engine.prefill, background=True, tally=self.work)
         for segment in segments:
-            if segment.span is not None:
-                filled.append(segment)
-                continue
-            self._check()
-            span = prefill(filled, segment.encoded, segment.start, salt=self._new_namespace())
-            filled.append(replace(segment, span=span))
+            if segment.span is None:
+                self._check()
+                span = prefill(filled, segment.encoded, segment.start, salt=self._new_namespace())
+                segment = replace(segment, span=span)
+            filled.append(segment)
         return tuple(filled)
 
     def answer(self, segments: Sequence[Segment], query: str, max_tokens: int, at_most: int | None = None) -> Exchange:
