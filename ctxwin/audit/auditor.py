@@ -2,7 +2,7 @@
 
 A window submits its answers (`WindowAudit.submit`); the auditor replays them later, or not at all: its queue is bounded, it
 works only while the engine is otherwise idle and within its share of time, and it stops a replay as soon as a request
-arrives. Engines of several tenants that share a model share the thread, never a replay or a ledger.
+arrives. Engines of several tenants that share a model share the thread, never a replay or its evidence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from ctxwin.audit.evidence import Ledger, Trial
+from ctxwin.audit.evidence import EvidenceFile, Trial
 from ctxwin.audit.harm import Floor, Part
 from ctxwin.audit.options import Options
 from ctxwin.audit.record import Decision
@@ -108,7 +108,7 @@ class Job(ServedAnswer):
     is_trial_candidate: bool
     is_audited: bool
     done: Callable[[Finding], None]
-    ledger: Ledger | None
+    evidence: EvidenceFile | None
     forgettings: int
     interruptions: int = 0
     completed: set[str] = field(default_factory=set)
@@ -123,7 +123,7 @@ class Auditor(IdleWorker[Job]):
         super().__init__()
         self.options = options
         self.by_tenant: dict[str, Counts] = {}
-        self._ledgers: dict[tuple[str, str, Reference], Ledger] = {}
+        self._evidence: dict[tuple[str, str, Reference], EvidenceFile] = {}
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by tenant, the least recently served first
         self._unable = False
         self._interruptions = 0.0
@@ -144,14 +144,14 @@ class Auditor(IdleWorker[Job]):
         """Return the totals of one tenant, which the auditor keeps updating."""
         return self.by_tenant.setdefault(tenant, Counts())
 
-    def ledger(self, engine: Engine, reference: Reference = "stricter") -> Ledger:
+    def evidence_of(self, engine: Engine, reference: Reference = "stricter") -> EvidenceFile:
         """Return the evidence of an engine's tenant for windows of ``reference``."""
         with self._wake:
             # One vLLM has several identities: with and without an adapter.
             key = engine.tenant, engine.spec.identity, reference
-            if key not in self._ledgers:
-                self._ledgers[key] = Ledger.of(engine, reference, self.options)
-            return self._ledgers[key]
+            if key not in self._evidence:
+                self._evidence[key] = EvidenceFile.of(engine, reference, self.options)
+            return self._evidence[key]
 
     def offer(self, job: Job) -> None:
         """Queue an answer to replay when the engine is idle."""
@@ -178,7 +178,7 @@ class Auditor(IdleWorker[Job]):
 
     def decisions(self, engine: Engine) -> tuple[Decision, ...]:
         """Return the decisions for an engine's tenant, oldest first."""
-        return self.ledger(engine).record.decisions
+        return self.evidence_of(engine).record.decisions
 
     def _has_jobs(self) -> bool:
         return any(self._waiting.values())
@@ -228,8 +228,8 @@ class Auditor(IdleWorker[Job]):
             if job.is_audited:
                 self._audit(replay, job)
                 job = replace(job, is_audited=False)
-            if job.ledger is not None and job.is_trial_candidate and self._follows(job):
-                self._run_trials(replay, job, job.ledger)
+            if job.evidence is not None and job.is_trial_candidate and self._follows(job):
+                self._run_trials(replay, job, job.evidence)
         except AnswerStopped:
             self.counts_of(job.engine.tenant).stopped += 1
             self._interruptions += not self._holds
@@ -273,7 +273,7 @@ class Auditor(IdleWorker[Job]):
 
     def _audit(self, replay: Replay, job: Job) -> None:
         replay.use_memos(job.memos)
-        floor = Floor() if job.ledger is None else job.ledger.record.floor
+        floor = Floor() if job.evidence is None else job.evidence.record.floor
         finding = replay.audit(job.state_after, job.fidelity, job.keys, job.exchange, floor)
         counts, harm = self.counts_of(job.engine.tenant), finding.harm
         counts.audits += 1
@@ -283,21 +283,18 @@ class Auditor(IdleWorker[Job]):
         else:
             counts.lost += harm.amount > 0
             counts.undecided += harm.undecided
-        if job.ledger is not None and job.strategy is not None and finding.concerned:
-            job.ledger.take([Trial(job.strategy, harm, finding.strict.kl, is_audit=True, unit=job.state.unit)])
+        if job.evidence is not None and job.strategy is not None and finding.concerned:
+            job.evidence.take([Trial(job.strategy, harm, finding.strict.kl, is_audit=True, unit=job.state.unit)])
         job.done(finding)
 
-    def _run_trials(self, replay: Replay, job: Job, ledger: Ledger) -> None:
+    def _run_trials(self, replay: Replay, job: Job, evidence: EvidenceFile) -> None:
         """Replay an exact answer, and recent questions, with every strategy that would have saved work."""
         trials: list[Trial] = []
-        run, shadows, tokens_audited = (
-            _TrialRun(replay, job, ledger, self.options),
-            self._shadows_of(job),
-            replay.work.tokens,
-        )
+        run, shadows = _TrialRun(replay, job, evidence, self.options), self._shadows_of(job)
+        tokens_audited = replay.work.tokens
         question, unit = digest("asked", [p.chunk_id for p in job.state.placed], job.exchange.query), job.state.unit
         try:
-            for name in ledger.candidates():
+            for name in evidence.candidates():
                 layout = None if name in job.completed else run.build_layout(name, shadows.get(name, {}))
                 if layout is None:
                     continue
@@ -306,16 +303,14 @@ class Auditor(IdleWorker[Job]):
                 computed = replay.work.tokens - tokens_before + sum(c.recomputed_tokens for c in layout.choices)
                 if (
                     any(c.lane == STRATEGIES[name].lane for c in layout.choices)
-                    and ledger.accepts_question(question, unit)
-                    and self.sampler.is_trial((ledger.record.binding, name), unit, question)
+                    and evidence.accepts_question(question, unit)
+                    and self.sampler.is_trial((evidence.record.binding, name), unit, question)
                 ):
-                    first, *others = [
-                        Trial(name, finding.harm, finding.strict.kl, unit=unit, question=question)
-                        for finding in run.score(layout, segments)
-                    ]
+                    findings = run.score(layout, segments)
+                    made = [Trial(name, f.harm, f.strict.kl, unit=unit, question=question) for f in findings]
                     tokens = replay.work.tokens - tokens_before
-                    first = replace(first, computed=computed, exact_computed=job.computed, tokens=tokens)
-                    trials += [first, *others]
+                    made[0] = replace(made[0], computed=computed, exact_computed=job.computed, tokens=tokens)
+                    trials += made
                 conditionings = {c.entry.id: c.conditioning if c.updates_entry else c.entry.kv for c in layout.choices}
                 shadows[name] = {placement: kv for placement, kv in conditionings.items() if kv is not None}
                 job.completed.add(name)
@@ -323,7 +318,7 @@ class Auditor(IdleWorker[Job]):
             tenant = job.engine.tenant
             self._trial_tokens[tenant] = self._trial_tokens.get(tenant, 0.0) + tokens_audited - replay.work.tokens
             self.counts_of(tenant).trials += len(trials)
-            ledger.take(trials)
+            evidence.take(trials)
 
     def _shadows_of(self, job: Job) -> dict[str, dict[str, Conditioning]]:
         """Return KV by strategy and placement, as a window served so would have it; a branch begins with its parent's.
@@ -345,14 +340,14 @@ class _TrialRun:
 
     replay: Replay
     job: Job
-    ledger: Ledger
+    evidence: EvidenceFile
     options: Options
 
     def build_layout(self, name: str, conditionings: Mapping[str, Conditioning]) -> Layout | None:
         """Return the layout that a strategy would have served behind ``conditionings``, None where that is no trial."""
         strategy, job = STRATEGIES[name], self.job
         forbidden, is_stored = job.fidelity.advanced.forbid, job.engine.repo.contains
-        if strategy.lane in forbidden or not self.ledger.accepts_trial(name, job.state.unit):
+        if strategy.lane in forbidden or not self.evidence.accepts_trial(name, job.state.unit):
             return None
         fidelity = strategy.fidelity.with_advanced(forbid=(*strategy.fidelity.advanced.forbid, *forbidden))
         state, visible = shadow(job.state, conditionings)
@@ -366,11 +361,9 @@ class _TrialRun:
     def score(self, layout: Layout, segments: Sequence[Segment]) -> list[Finding]:
         """Return what the answers over a layout lose."""
         reference = self.job.fidelity.advanced.reference if remembers(layout) else "window"
-        floor, rows = self.ledger.record.floor, self.replay.score(segments, [r.exchange for r in self.references])
-        return [
-            exact.compare(own, reference, floor, partial(exact.value_over, segments))
-            for exact, own in zip(self.references, rows, strict=True)
-        ]
+        floor, rows = self.evidence.record.floor, self.replay.score(segments, [r.exchange for r in self.references])
+        pairs = zip(self.references, rows, strict=True)
+        return [exact.compare(own, reference, floor, partial(exact.value_over, segments)) for exact, own in pairs]
 
     @cached_property
     def references(self) -> list[References]:
@@ -384,9 +377,9 @@ class _TrialRun:
         ]
         parts: tuple[tuple[Part, str], ...] = (("cut", "cut"), ("references", "stream"))
         for part, name in parts[: 2 if self.job.fidelity.advanced.reference == "stricter" else 1]:
-            distance = references[0].distance(name) if self.ledger.lacks(part, self.job.state.unit) else None
+            distance = references[0].distance(name) if self.evidence.lacks(part, self.job.state.unit) else None
             if distance is not None:
-                self.ledger.measure(part, self.job.state.unit, *distance)
+                self.evidence.measure(part, self.job.state.unit, *distance)
         return references
 
     def _exchanges(self, exact: Sequence[Segment]) -> list[Exchange]:
@@ -412,7 +405,7 @@ def auditor_of(engine: Engine, options: Options | None = None) -> Auditor:
     auditor = Auditor.of(engine, lambda: Auditor(options or Options.from_environment()))
     if options is not None and auditor.options is not options:
         auditor.options, auditor.sampler = options, Sampler(options.seed)
-        auditor._ledgers.clear()
+        auditor._evidence.clear()
     return auditor
 
 

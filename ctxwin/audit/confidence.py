@@ -11,7 +11,7 @@ Nothing is assumed of the shape of a unit's harm, and units need not be alike. L
 the units before it. Dividing each bet by its mean, ``1 + b (p - m(i))``, makes it a martingale, and where the average of
 m(1..n) is p or more the product of these means is at most 1 (it is at most the exponential of b times the sum of p - m(i)). So
 the bounded quantity, with the stated error and at all n together, is the average of m(1..n): the expected harm of the observed
-units. Nothing follows for future units unless they are like those; `Change` watches for that.
+units. Nothing follows for future units unless they are like those; `ChangeDetector` watches for that.
 """
 
 import math
@@ -29,7 +29,7 @@ BETS: tuple[tuple[float, float], ...] = ((0.6, 0.0), (0.1, 1 / 16), (0.1, 1 / 8)
 """Weight of each bet, and the mean that it bets on as a fraction of the one it bets against. Most weight is on no harm at all:
 if there is none, 319 units show at most 1 % at 95 %; the best bet in hindsight takes 299."""
 HIGHER: tuple[float, ...] = (0.03, 0.1, 0.3, 0.9)
-"""Means that `Change` bets on."""
+"""Means that `ChangeDetector` bets on."""
 ALARM = 1000.0
 """Wealth at which a mean counts as risen; with a mean at the limit that takes at least this many observations on average."""
 SUSPICION = 2.0
@@ -113,7 +113,7 @@ def units_like(harms: Mapping[float, int], budget: float, error: float = 0.05) -
     return bisect_left(range(most), True, 1, key=suffices) if count and suffices(most) else None
 
 
-class Change:
+class ChangeDetector:
     """Detects that a mean harm has risen above a limit at any time.
 
     A Shiryaev-Roberts sum of bets, one for each of `HIGHER`: each is multiplied by the next `ratio` after 1 was added, for the

@@ -1,4 +1,4 @@
-"""`Ledger`: the evidence of audits on each strategy, and the decisions that follow from it.
+"""`EvidenceFile`: the evidence of audits on each strategy, and the decisions that follow from it.
 
 One file for each model, engine, precision and tenant, in the folder of the user's own profiles (`ctxwin.profiles`). It holds
 counts and dates, nothing of any question, answer or chunk. Processes that share the folder add to one record: each reads it,
@@ -14,7 +14,7 @@ level, so the probability of a promotion against either budget is not larger (an
 
 **When a unit counts.** Units are numbered in the order of their first trial and enter the evidence in that order: each once it
 has `UNIT_TRIALS` trials, or once `BEHIND` others have begun after it; its later trials are no evidence. It does not matter
-whether a window was closed, as a ledger does not notice when a process dies. A unit's harm is thus fixed by a rule that depends
+whether a window was closed, as nobody notices when a process dies. A unit's harm is thus fixed by a rule that depends
 on counts of trials and on the beginning of other windows, never on a harm; a strategy on trial serves no answers, so its harms
 cannot influence these either. No unit is delayed until it looks better or omitted because it looks bad. The wealth of
 `ctxwin.audit.confidence` over units in this order is a supermartingale while a unit's expected harm, given those before, is at
@@ -24,7 +24,7 @@ units or on its own exact answers, so it does not depend on the strategy.
 **The probability of error** (1 - ``level``) is divided among strategies and, for each, attempts (`ctxwin.audit.strategies`);
 both shares sum to at most 1, so that the probability that any promotion of a record is wrong is at most that.
 
-A promoted strategy is monitored answer by answer instead (`confidence.Change`): demoting it requires speed, not proof.
+A promoted strategy is monitored answer by answer instead (`confidence.ChangeDetector`): demoting it requires speed, not proof.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ctxwin.audit.confidence import Change, is_below, units_needed
+from ctxwin.audit.confidence import ChangeDetector, is_below, units_needed
 from ctxwin.audit.harm import CAP, Difference, Harm, Kind, Part, share_of
 from ctxwin.audit.options import Options
 from ctxwin.audit.record import SUFFIX, Decision, Evidence, Pending, Record, Tally, Verdict
@@ -100,7 +100,7 @@ class Trial:
     question: str = ""
 
 
-class Ledger:
+class EvidenceFile:
     """The record of one engine and tenant, in memory and on disk. Thread-safe.
 
     Args:
@@ -123,8 +123,8 @@ class Ledger:
         self._retry, self._unsaved = 0.0, False  # when the file is written again after a failure; whether one is behind
 
     @classmethod
-    def of(cls, engine: Engine, reference: Reference, options: Options) -> Ledger:
-        """Return the ledger of an engine and its tenant. Cost: a digest of the weights, once per process."""
+    def of(cls, engine: Engine, reference: Reference, options: Options) -> EvidenceFile:
+        """Return the evidence of an engine and its tenant. Cost: a digest of the weights, once per process."""
         spec = engine.spec
         folder: Path | None = None
         weights = ""
@@ -169,7 +169,7 @@ class Ledger:
     def is_suspected(self, strategy: str) -> bool:
         """Return True if a promoted strategy did harm lately, so that every answer is audited until that is decided."""
         evidence = self._evidence(strategy)
-        changes = [Change(self._limits[kind], tally.wealth) for kind, tally in evidence.tallies().items()]
+        changes = [ChangeDetector(self._limits[kind], tally.wealth) for kind, tally in evidence.tallies().items()]
         return evidence.promoted and any(change.suspicious for change in changes)
 
     def units_needed(self, strategy: str) -> int:
@@ -295,7 +295,7 @@ class Ledger:
             update={"scored": tallies["scored"], "text": tallies["text"], "open": waiting, "past": tuple(past[-PAST:])}
         )
         for kind, tally in tallies.items():  # giving up requires no proof, so incomplete units count, too
-            change = Change(self._limits[kind], tally.wealth)
+            change = ChangeDetector(self._limits[kind], tally.wealth)
             for shares in map(_shares, waiting.values()):
                 if kind in shares:
                     change.take(shares[kind])
@@ -306,10 +306,11 @@ class Ledger:
         error = error_of(trial.strategy, new.attempt, self._options.level)
         harms = {kind: tally.harm_counts() for kind, tally in new.tallies().items()}
         if all(is_below(counts, self._limits[kind], error) for kind, counts in harms.items()):
-            promotion: dict[str, Any] = {"promoted": True, "since": _now(), "served": 0, "audited": 0, "harmed": 0.0}
-            for kind, tally in tallies.items():
-                promotion[kind] = tally.model_copy(update={"wealth": ()})
-            return new.model_copy(update=promotion), self._decision(trial.strategy, "promoted", new)
+            promotion = {"promoted": True, "since": _now(), "served": 0, "audited": 0, "harmed": 0.0}
+            at_rest: dict[str, Tally] = {
+                kind: tally.model_copy(update={"wealth": ()}) for kind, tally in tallies.items()
+            }
+            return new.model_copy(update={**promotion, **at_rest}), self._decision(trial.strategy, "promoted", new)
         needed = max(units_needed(self._limits[kind], error, counts) for kind, counts in harms.items())
         if new.tokens * (1 + needed / new.begun) > self._options.token_limit:
             stop = {"stopped": self.circumstances(), "since": _now()}
@@ -320,7 +321,7 @@ class Ledger:
         """Return the evidence on a promoted strategy, with one more audit of an answer, and a decision if it makes one."""
         kind = trial.harm.kind
         tally: Tally = getattr(old, kind)
-        change = Change(self._limits[kind], tally.wealth)
+        change = ChangeDetector(self._limits[kind], tally.wealth)
         alarmed = change.take(trial.harm.share)
         counts = {"audited": old.audited + 1, "harmed": old.harmed + trial.harm.share}
         new = old.model_copy(update={**counts, kind: tally.model_copy(update={"wealth": change.wealth})})

@@ -1,4 +1,4 @@
-"""`Record`: the file of a ledger, with its evidence and decisions."""
+"""`Record`: the content of an `EvidenceFile`."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self, TypeVar, cast
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 
-from ctxwin.audit.confidence import Change, upper_bound
+from ctxwin.audit.confidence import ChangeDetector, upper_bound
 from ctxwin.audit.harm import CAP, Floor, Kind
 from ctxwin.fidelity import Reference
 from ctxwin.profiles import model_digest, profiles_folder
@@ -32,7 +32,7 @@ class Tally(BaseModel):
         harm: sum over them: values lost, or nats a token beyond the floor.
         undecided: answers about whose value the exact references disagree.
         units: number of units by mean harm, in parts of `UNIT_PARTS`.
-        wealth: of `confidence.Change`, over units, and after a promotion over audited answers.
+        wealth: of `confidence.ChangeDetector`, over units, and after a promotion over audited answers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -55,7 +55,7 @@ class Tally(BaseModel):
     def with_unit(self, share: float, limit: float) -> Self:
         """Return it with one more unit of this harm, from 0 to 1; ``limit``: the largest acceptable mean."""
         parts = math.ceil(share * UNIT_PARTS - 1e-9)  # rounded up, so never more favourable
-        change = Change(limit, self.wealth)
+        change = ChangeDetector(limit, self.wealth)
         change.take(share)
         units = {**self.units, parts: self.units.get(parts, 0) + 1}
         return self.model_copy(update={"units": units, "wealth": change.wealth})
@@ -77,7 +77,7 @@ class Evidence(BaseModel):
         past: units that count, or that an earlier attempt has used, the oldest first.
         attempt: number of earlier attempts, all given up.
         promoted: windows are served so.
-        stopped: the mix of answers and the settings (`Ledger.circumstances`) under which trials stopped; "" where they go on.
+        stopped: the mix of answers and the settings (`EvidenceFile.circumstances`) under which trials stopped, or "".
         since: date of the last decision.
         served, audited, harmed: answers served so since the promotion, the audited ones among them, and the sum of their harms.
         pause: replays to wait before the next attempt.
@@ -219,13 +219,12 @@ class Record(BaseModel):
         data = pydantic_core.from_json(path.read_bytes())
         if not isinstance(data, dict):
             raise ValueError(f"it must be a JSON object, got {type(data).__name__}")
-        strategies, decisions = data.get("ways") or {}, data.get("decisions") or []
-        if not isinstance(strategies, dict) or not isinstance(decisions, list):
+        ways, decisions = data.get("ways") or {}, data.get("decisions") or []
+        if not isinstance(ways, dict) or not isinstance(decisions, list):
             raise ValueError("its ways must be an object and its decisions a list")
-        entries = {name: _entry(Evidence, entry, f"{path}: strategy {name}") for name, entry in strategies.items()}
+        readable = {n: e for n, entry in ways.items() if (e := _entry(Evidence, entry, f"{path}: strategy {n}"))}
         lines = [_entry(Decision, line, f"{path}: decision {i}") for i, line in enumerate(decisions)]
-        fields = {**data, "ways": {name: entry for name, entry in entries.items() if entry is not None}}
-        fields["decisions"] = [line for line in lines if line is not None]
+        fields = {**data, "ways": readable, "decisions": [line for line in lines if line is not None]}
         return cast("Self", validate(cls.model_validate, fields, ""))
 
 

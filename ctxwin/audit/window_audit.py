@@ -6,10 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 from ctxwin.audit.auditor import Auditor, Job, auditor_of, enabled
-from ctxwin.audit.evidence import Ledger
+from ctxwin.audit.evidence import EvidenceFile
 from ctxwin.audit.harm import Kind, value_of
 from ctxwin.audit.replay import Exchange, Finding, keys_of
 from ctxwin.audit.strategies import STRATEGIES
@@ -46,22 +47,19 @@ class WindowAudit(Auditing):
             self.requested, self._fixed = (f.with_advanced(forbid=forbid) for f in (requested, self._fixed))
         self._lock = threading.Lock()
         self._recent: deque[Exchange] = deque(maxlen=_RECENT)
-        self._cached_ledger: Ledger | None = None
         self._tell_owner: Callable[[set[str]], None] = lambda fallen: None
 
     @property
     def _auditor(self) -> Auditor:
         return auditor_of(self._engine)
 
-    @property
-    def _ledger(self) -> Ledger:
-        if self._cached_ledger is None:
-            self._cached_ledger = self._auditor.ledger(self._engine, self.requested.advanced.reference)
-        return self._cached_ledger
+    @cached_property
+    def _evidence(self) -> EvidenceFile:
+        return self._auditor.evidence_of(self._engine, self.requested.advanced.reference)
 
     def in_force(self) -> tuple[str | None, Fidelity]:
         """See `Auditing.in_force`. A promoted strategy serves as it was tried, but for lanes that are forbidden."""
-        strategy = self._ledger.promoted(self._forbidden) if self.earns else None
+        strategy = self._evidence.promoted(self._forbidden) if self.earns else None
         if strategy is None:
             return super().in_force()
         tried, own = STRATEGIES[strategy].fidelity, self.requested
@@ -81,9 +79,9 @@ class WindowAudit(Auditing):
         suspected."""
         sizes = len(choices).bit_length(), len(served.query).bit_length()
         shape = (frozenset(choice.lane for choice in choices), *sizes, served.temperature == 0, form)
-        kind = self._ledger.record.binding, strategy, self._ledger.since(strategy), shape
+        kind = self._evidence.record.binding, strategy, self._evidence.since(strategy), shape
         rate = self._auditor.sampler.rate(kind, self._auditor.options.rate)
-        return 1.0 if rate and self._ledger.is_suspected(strategy) else rate
+        return 1.0 if rate and self._evidence.is_suspected(strategy) else rate
 
     def adopt(self, branch: Self) -> None:
         super().adopt(branch)
@@ -118,11 +116,11 @@ class WindowAudit(Auditing):
             return
         exact = all(choice.conditioning.exact for choice in layout.choices)
         if strategy is not None:
-            self._ledger.count_answer(strategy)
+            self._evidence.count_answer(strategy)
         rate = fidelity.audit
         form: Kind = "scored" if greedy and value_of(answer.text, complete=ended) is not None else "text"
         if self.earns:
-            self._ledger.count_kind(form)
+            self._evidence.count_kind(form)
         if strategy is not None and not exact:
             rate = max(rate, self._rate(strategy, served, layout.choices, form))
         is_audited = self._auditor.sampler.draw(rate)
@@ -156,7 +154,7 @@ class WindowAudit(Auditing):
                 is_trial_candidate=is_trial_candidate,
                 is_audited=is_audited,
                 done=done,
-                ledger=self._ledger if self.earns else None,
+                evidence=self._evidence if self.earns else None,
                 forgettings=self._engine.repo.forgettings,
             )
         )

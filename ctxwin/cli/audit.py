@@ -59,10 +59,8 @@ def _to_json(record: Any) -> dict[str, Any]:
     from ctxwin.audit.harm import CAP
     from ctxwin.audit.strategies import error_of
 
-    fields: dict[str, Any] = record.model_dump(
-        exclude={"strategies": {"__all__": {"open", "past"}}, "floor": {"cut": {"units"}, "references": {"units"}}},
-        by_alias=True,
-    )
+    hidden = {"strategies": {"__all__": {"open", "past"}}, "floor": {"cut": {"units"}, "references": {"units"}}}
+    fields: dict[str, Any] = record.model_dump(exclude=hidden, by_alias=True)
     fields["floor"]["said"] = str(record.floor)
     for part in ("cut", "references"):
         difference = getattr(record.floor, part)

@@ -67,7 +67,7 @@ class Earning:
             tokens_before = auditor.counts.tokens
             auditor.drain()
             with auditor.hold():
-                strategy, step = auditor.ledger(self._engine).promoted(), next(steps, None)
+                strategy, step = auditor.evidence_of(self._engine).promoted(), next(steps, None)
             if step is None:
                 return
             self._phases.append((strategy or "exact", auditor.counts.tokens - tokens_before))
@@ -89,11 +89,11 @@ class Earning:
 
     def _note(self) -> str:
         """Return the progress of the evidence towards a promotion, as text."""
-        ledger = auditor_of(self._engine).ledger(self._engine)
-        if (strategy := ledger.promoted()) is not None:
+        evidence = auditor_of(self._engine).evidence_of(self._engine)
+        if (strategy := evidence.promoted()) is not None:
             return f"{strategy} is promoted"
         windows = ", ".join(
-            f"{name} {e.begun} of {e.units + ledger.units_needed(name) + BEHIND}"
-            for name, e in ledger.record.strategies.items()
+            f"{name} {e.begun} of {e.units + evidence.units_needed(name) + BEHIND}"
+            for name, e in evidence.record.strategies.items()
         )
         return f"nothing is promoted: each stream is one window, and without harm it takes so many: {windows or 'none tried'}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ctxwin.chunk import Chunk
     from ctxwin.engines.encoding.templates import Template
-    from ctxwin.engines.results import AttendedKV, Generation, Tally
+    from ctxwin.engines.results import AttendedKV, Generation, PrefillCost
     from ctxwin.engines.segments import Call, Encoded, Segment
     from ctxwin.kv.layout import KVSpec, SpanKV
     from ctxwin.store.base import Store
@@ -158,7 +158,7 @@ class Engine(ABC):
         *,
         salt: str = "",
         background: bool = False,
-        tally: Tally | None = None,
+        tally: PrefillCost | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> SpanKV:
         """Compute the KV of ``target`` after ``context`` (segments in order, loaded or computed in place).
@@ -212,7 +212,7 @@ class Engine(ABC):
         *,
         best: int = BEST,
         stopped: Callable[[], bool] = lambda: False,
-        tally: Tally | None = None,
+        tally: PrefillCost | None = None,
         sampling: Sampling = WHOLE,
     ) -> list[list[dict[int, float]]]:
         """Score given answers after a layout: the model's distribution at each token of an answer, and after its last.
@@ -246,7 +246,7 @@ class Engine(ABC):
         return None
 
     def attended(
-        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
+        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: PrefillCost | None = None
     ) -> AttendedKV:
         """Run `prefill` in the background and return its attention too, from which mergeable slots are chosen.
 

@@ -66,7 +66,7 @@ class Generation:
 
 
 @dataclass
-class Tally:
+class PrefillCost:
     """Accumulated cost of `Engine.prefill` calls.
 
     Attributes:

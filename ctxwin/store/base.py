@@ -69,7 +69,7 @@ class StoreStats:
     leased: int = 0
 
 
-class Tally:
+class LeaseCounts:
     """Leases and counters of one store; thread-safe."""
 
     def __init__(self) -> None:

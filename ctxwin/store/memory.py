@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import filterfalse
 
-from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
+from ctxwin.store.base import LeaseCounts, Store, StoreStats, check_key, check_limits, check_value
 
 
 @dataclass
@@ -37,7 +37,7 @@ class MemoryStore(Store):
         self._items: OrderedDict[str, _Item] = OrderedDict()  # those that may be evicted, the least recently used first
         self._held: dict[str, _Item] = {}  # those that are leased
         self._held_bytes = 0
-        self._tally = Tally()
+        self._tally = LeaseCounts()
         self._bytes = 0
         self._listeners: list[weakref.WeakMethod[Callable[[str], None]]] = []
 

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from typing import Any
 
 from ctxwin.errors import StoreCorrupt
-from ctxwin.store.base import Store, Tally, check_key, check_limits
+from ctxwin.store.base import LeaseCounts, Store, check_key, check_limits
 from ctxwin.store.codec import ForeignRecordError, Seal
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class SealedStore(Store):
     def __init__(self, max_bytes: int, ttl: float | None, secret: bytes | None) -> None:
         check_limits(max_bytes, ttl)
         self.max_bytes, self.ttl, self.failures = max_bytes, ttl, 0
-        self._seal, self._tally = Seal(secret), Tally()
+        self._seal, self._tally = Seal(secret), LeaseCounts()
 
     @abstractmethod
     def _read(self, key: str, *, use: bool = False) -> bytes | None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 
-from ctxwin.store.base import Store, StoreStats, Tally, check_key
+from ctxwin.store.base import LeaseCounts, Store, StoreStats, check_key
 
 _MOST_WANTED = 1024
 
@@ -26,7 +26,7 @@ class TieredStore(Store):
         self.shared, self.evicts = self.tiers[-1].shared, self.tiers[-1].evicts
         self._lock = threading.Lock()
         self._leases: dict[str, list[tuple[Store, ...]]] = {}
-        self._tally = Tally()
+        self._tally = LeaseCounts()
         self._deletions = self._deleting = 0  # those that have begun, and those under way
         self._fetcher, self._process, self._wanted = ThreadPoolExecutor(1, "ctxwin-prefetch"), os.getpid(), 0
 

@@ -37,7 +37,7 @@ from ctxwin.window.removed import check_present
 from ctxwin.window.reordering import reorder_advice
 from ctxwin.window.sliding import SlidingAdvice, own_mark, sliding_advice
 from ctxwin.window.state import Placed, State, read_state
-from ctxwin.window.storage_policy import Demand, DemandLedger
+from ctxwin.window.storage_policy import Demand, DemandTracker
 
 if TYPE_CHECKING:
     from ctxwin.fidelity import Fidelity
@@ -54,7 +54,7 @@ _log = logging.getLogger("ctxwin")
 _BUSY = "a window has one writer, and it is busy; wait for it, close() the stream that answers, or fork() the window"
 _open: weakref.WeakKeyDictionary[SpanRepository, weakref.WeakSet[WindowCore]] = weakref.WeakKeyDictionary()
 """The windows of this process by their store, for `WindowCore.forget`."""
-_ledgers: weakref.WeakKeyDictionary[SpanRepository, DemandLedger] = weakref.WeakKeyDictionary()
+_trackers: weakref.WeakKeyDictionary[SpanRepository, DemandTracker] = weakref.WeakKeyDictionary()
 """The demand of these windows."""
 _opening = threading.Lock()
 
@@ -476,9 +476,9 @@ def demand_of(engine: Engine) -> Demand:
     if not limit:
         return Demand()
     with _opening:
-        ledger = _ledgers.setdefault(engine.repo, DemandLedger(engine.spec.kv))
+        tracker = _trackers.setdefault(engine.repo, DemandTracker(engine.spec.kv))
         cores = [core for core in _open.get(engine.repo, ()) if not core.closed and not core.read_only]
-        return ledger.demand({id(core): core.state for core in cores}, limit)
+        return tracker.demand({id(core): core.state for core in cores}, limit)
 
 
 def restore_core(engine: Engine, state: State | dict[str, Any] | str, seed: str | None = None) -> WindowCore:

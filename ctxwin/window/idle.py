@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -205,7 +205,7 @@ class IdlePrefill:
         self.slid = ()
 
     def forget(self) -> None:
-        """Drop what the turn knows of a chunk that is forgotten."""
+        """Drop predictions and KV that may contain a forgotten chunk."""
         self.predictor.forget()
         self.assembly.forget()
         self.spans = {}
@@ -224,15 +224,14 @@ class IdlePrefill:
 
 
 class Prefiller(IdleWorker[_Job]):
-    """The thread that computes ahead on one running model, while there is something to compute. Each tenant has an allowance of
-    its own."""
+    """Computes ahead on one running model. Each tenant has an allowance of its own."""
 
     _name = "ctxwin-prefill"
 
     def __init__(self) -> None:
         super().__init__()
         self._jobs: OrderedDict[IdlePrefill, _Job] = OrderedDict()
-        self._allowances: dict[str, TimeAllowance] = {}
+        self._allowances: defaultdict[str, TimeAllowance] = defaultdict(TimeAllowance)
 
     def submit(self, job: _Job) -> None:
         """Queue a version of a window in place of an earlier one. A forward that this version needs, too, goes on."""
@@ -247,7 +246,7 @@ class Prefiller(IdleWorker[_Job]):
     def refund(self, tenant: str, seconds: float) -> None:
         """Give a tenant time back that was not spent for nothing."""
         with self._wake:
-            self._allowance(tenant).add(seconds)
+            self._allowances[tenant].add(seconds)
 
     def cancel(self, window: IdlePrefill, *, join: State | None = None, wait: bool = False) -> None:
         """Drop a window's job, and give up its forward in progress.
@@ -299,7 +298,7 @@ class Prefiller(IdleWorker[_Job]):
             _log.warning("computing ahead of a window's next ask failed, the window continues: %s", error)
         took = time.monotonic() - began
         with self._wake:
-            self._allowance(window.assembly.engine.tenant).add(-took)
+            self._allowances[window.assembly.engine.tenant].add(-took)
             window.spent_s += took
             window.counts.tokens += work.tokens
             window.counts.missed += work.tokens - job.noted  # in front of a forward that was given up
@@ -308,12 +307,9 @@ class Prefiller(IdleWorker[_Job]):
         """Return True if a job may begin. An engine that cannot be asked fails in the job, where that is counted."""
         try:
             engine = job.window.assembly.engine
-            return engine.idle_s >= job.quiet_s and self._allowance(engine.tenant).add(0) > 0
+            return engine.idle_s >= job.quiet_s and self._allowances[engine.tenant].add(0) > 0
         except Exception:
             return True
-
-    def _allowance(self, tenant: str) -> TimeAllowance:
-        return self._allowances.setdefault(tenant, TimeAllowance())
 
 
 def _compute(job: _Job, work: Work) -> None:

@@ -9,7 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
@@ -57,8 +57,7 @@ class IdleWorker(ABC, Generic[Job]):
             workers = _workers.setdefault(engine.shared, {})
             if cls not in workers:
                 workers[cls] = make()
-            worker: Self = workers[cls]
-        return worker
+            return cast("Self", workers[cls])
 
     @abstractmethod
     def _has_jobs(self) -> bool:

@@ -9,7 +9,7 @@ from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, NamedTuple
 
 from ctxwin.engines.cost import Workload
-from ctxwin.engines.results import Tally
+from ctxwin.engines.results import PrefillCost
 from ctxwin.engines.segments import Segment, without_spans
 from ctxwin.fidelity import Lane
 from ctxwin.hashing import digest
@@ -32,7 +32,7 @@ class Salt(NamedTuple):
 
 
 @dataclass
-class Work(Tally):
+class Work(PrefillCost):
     """Cost of one operation beyond `Engine.generate`: forwards run to form canonicals and patches, and misses."""
 
     misses: int = 0

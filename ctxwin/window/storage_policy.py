@@ -58,7 +58,7 @@ class Demand:
         return self.short and (canonical_held or shared)
 
 
-class DemandLedger:
+class DemandTracker:
     """The `Demand` of a store's open windows, kept up to date: O(windows), and O(chunks that changed).
 
     Not thread-safe.
@@ -71,7 +71,7 @@ class DemandLedger:
         self._bytes = 0
 
     def demand(self, states: Mapping[int, State], limit: int) -> Demand:
-        """Return the demand of windows in these states. Its contexts are the ledger's own: they follow later calls."""
+        """Return the demand of windows in these states. Its contexts are the tracker's own: they follow later calls."""
         for window in self._states.keys() - states.keys():
             state = self._states.pop(window)
             self._count(state, state.placed, -1)

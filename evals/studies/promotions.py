@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctxwin.audit.confidence import ALARM, BETS, HIGHER, SUSPICION, Change, ratio
+from ctxwin.audit.confidence import ALARM, BETS, HIGHER, SUSPICION, ChangeDetector, ratio
 from ctxwin.audit.evidence import BEHIND, PAUSE, PAUSE_DOUBLINGS, UNIT_TRIALS
 from ctxwin.audit.harm import CAP
 from ctxwin.audit.record import UNIT_PARTS
@@ -183,7 +183,7 @@ def by_windows(windows: Windows, draws: np.random.Generator, strategy: str, *, o
 
 def demotions(harm: float, streams: int, seed: int, *, onset: int, limit: int = 20_000) -> float:
     """Return the median number of answers until a promoted strategy is demoted, if harm begins after ``onset`` answers."""
-    rng, resting = np.random.default_rng(seed), Change(BUDGET).resting
+    rng, resting = np.random.default_rng(seed), ChangeDetector(BUDGET).resting
     wealth, detected = np.zeros((streams, len(HIGHER))), np.full(streams, np.inf)
     for answer in range(1, onset + limit + 1):
         harmed = (rng.random(streams) < (harm if answer > onset else 0.0)).astype(float)
@@ -213,7 +213,7 @@ def cell(kind: str, harm: float, streams: int, windows: int, seed: int) -> dict[
 
 
 def grow(wealth: Array, harm: Array, limit: float, higher: Sequence[float]) -> Array:
-    """Vectorised `Change.take` over many streams."""
+    """Vectorised `ChangeDetector.take` over many streams."""
     return np.stack([(wealth[:, i] + 1) * ratio(harm, q, limit) for i, q in enumerate(higher)], 1).clip(max=1e300)
 
 

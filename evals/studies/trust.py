@@ -71,7 +71,7 @@ def turn(
             "lost": auditor.counts.lost - lost,
             "served": dict(outcomes),
             "decisions": [str(d) for d in auditor.decisions(engine)[begun:]],
-            "ways": {n: e.model_dump() for n, e in auditor.ledger(engine).record.strategies.items()},
+            "ways": {n: e.model_dump() for n, e in auditor.evidence_of(engine).record.strategies.items()},
         }
     return result
 

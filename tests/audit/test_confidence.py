@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ctxwin.audit.confidence import ALARM, Change, is_below, ratio, units_needed, upper_bound
+from ctxwin.audit.confidence import ALARM, ChangeDetector, is_below, ratio, units_needed, upper_bound
 
 
 def test_what_it_takes_to_show_one_percent() -> None:
@@ -69,9 +69,9 @@ def test_a_rise_is_noticed_soon_and_a_low_mean_is_not() -> None:
     rng = np.random.default_rng(2)
     false, late = 0, []
     for _ in range(100):
-        quiet = Change(0.01)
+        quiet = ChangeDetector(0.01)
         false += any(quiet.take(float(x)) for x in rng.random(300) < 0.001)
-        loud = quiet if not quiet.alarmed else Change(0.01)
+        loud = quiet if not quiet.alarmed else ChangeDetector(0.01)
         late.append(next(i for i, x in enumerate(rng.random(2000) < 0.3, 1) if loud.take(float(x))))
     assert false <= 1
     assert np.quantile(late, 0.95) <= 25
@@ -82,23 +82,23 @@ def test_false_alarms_at_the_limit_are_as_rare_as_it_says() -> None:
     rng = np.random.default_rng(3)
     lengths = []
     for _ in range(40):
-        change = Change(0.01)
+        change = ChangeDetector(0.01)
         lengths.append(next((i for i, x in enumerate(rng.random(10_000) < 0.01, 1) if change.take(float(x))), 10_000))
     assert np.mean(lengths) >= ALARM
 
 
 def test_a_detector_goes_on_where_it_was() -> None:
-    whole, first = Change(0.01), Change(0.01)
+    whole, first = ChangeDetector(0.01), ChangeDetector(0.01)
     harms = [0.0, 1.0, 0.0, 0.25, 1.0]
     for harm in harms[:2]:
         first.take(harm)
-    second = Change(0.01, first.wealth)
+    second = ChangeDetector(0.01, first.wealth)
     assert [whole.take(h) for h in harms][2:] == [second.take(h) for h in harms[2:]]
     assert whole.wealth == second.wealth
 
 
 def test_harm_is_suspected_until_about_25_observations_without() -> None:
-    change = Change(0.01)
+    change = ChangeDetector(0.01)
     for _ in range(500):
         change.take(0.0)
     assert not change.suspicious
@@ -117,7 +117,7 @@ def test_harm_is_suspected_until_about_25_observations_without() -> None:
         (lambda: upper_bound({1.5: 1}), r"harms must be in \[0, 1\]"),
         (lambda: upper_bound({0.0: -1}), "counts >= 0"),
         (lambda: upper_bound({0.0: 1}, 0.0), "error must be between 0 and 1, got 0.0"),
-        (lambda: Change(0.0), "limit must be between 0 and 1, got 0.0"),
+        (lambda: ChangeDetector(0.0), "limit must be between 0 and 1, got 0.0"),
         (lambda: units_needed(0.0), "budget must be between 0 and 1, got 0.0"),
     ],
 )

@@ -115,10 +115,10 @@ def test_a_promoted_strategy_serves_no_lane_that_a_window_rules_out(
     engine: HFEngine, fidelity: Fidelity, strategy: str | None, lane: str
 ) -> None:
     """The cheapest of the others serves, so that a window is neither left exact nor remembers what left."""
-    ledger = auditor_of(engine).ledger(engine)
+    evidence = auditor_of(engine).evidence_of(engine)
     computed = {"blind": 10, "survivor": 50, "patched": 70}
     strategies = {name: Evidence(promoted=True, computed=count, exact_computed=100) for name, count in computed.items()}
-    ledger._record = ledger.record.model_copy(update={"strategies": strategies})
+    evidence._record = evidence.record.model_copy(update={"strategies": strategies})
     frames = stream(5)
     with Window(engine, SYSTEM, fidelity=fidelity) as window:
         for frame in frames:

@@ -103,7 +103,7 @@ def test_a_tenants_evidence_is_its_own(engine: Engine, tmp_path: Path, monkeypat
     with engine.view("one") as one, engine.view("two") as two:
         auditor = auditor_of(one)
         assert auditor is auditor_of(two)
-        auditor.ledger(one).take(
+        auditor.evidence_of(one).take(
             [Trial("blind", Harm("scored", 0.0), exact_computed=1, unit=str(i)) for i in range(600)]
         )
         assert Window(one, SYSTEM).fidelity.mode == "blind"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ctxwin.audit.evidence import Ledger, Trial
+from ctxwin.audit.evidence import EvidenceFile, Trial
 from ctxwin.audit.harm import Harm
 from ctxwin.audit.record import Record
 from ctxwin.cli.main import app
@@ -17,15 +17,17 @@ KEPT = Harm("scored", 0.0)
 
 
 @pytest.fixture
-def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+def evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EvidenceFile:
     monkeypatch.setenv("CTXWIN_PROFILES", str(tmp_path))
-    return Ledger(Record(binding="b" * 64, weights="w", model="some-model", engine="vllm", dtype="bfloat16"), tmp_path)
+    return EvidenceFile(
+        Record(binding="b" * 64, weights="w", model="some-model", engine="vllm", dtype="bfloat16"), tmp_path
+    )
 
 
-def test_json_says_who_when_and_why(ledger: Ledger) -> None:
-    ledger.measure("cut", "a", 0.0016, False)
-    ledger.take([Trial("survivor", KEPT, 1e-3, 10, 100, unit=str(i)) for i in range(500)])
-    ledger.take([Trial("blind", Harm("scored", 1.0), 2.0, unit=str(i)) for i in range(3)])
+def test_json_says_who_when_and_why(evidence: EvidenceFile) -> None:
+    evidence.measure("cut", "a", 0.0016, False)
+    evidence.take([Trial("survivor", KEPT, 1e-3, 10, 100, unit=str(i)) for i in range(500)])
+    evidence.take([Trial("blind", Harm("scored", 1.0), 2.0, unit=str(i)) for i in range(3)])
     told = json.loads(CliRunner().invoke(app, ["audit", "--json"]).stdout)
     (record,) = told["records"]
     survivor = record["ways"]["survivor"]
@@ -39,9 +41,9 @@ def test_json_says_who_when_and_why(ledger: Ledger) -> None:
     assert record["decisions"][0]["date"]
 
 
-def test_people_get_a_table(ledger: Ledger) -> None:
-    ledger.take([Trial("survivor", KEPT, 1e-3, unit=str(i)) for i in range(500)])
-    ledger.take([Trial("partial", Harm("text", 0.003), 1e-3, unit=str(i)) for i in range(20)])
+def test_people_get_a_table(evidence: EvidenceFile) -> None:
+    evidence.take([Trial("survivor", KEPT, 1e-3, unit=str(i)) for i in range(500)])
+    evidence.take([Trial("partial", Harm("text", 0.003), 1e-3, unit=str(i)) for i in range(20)])
     shown = CliRunner().invoke(app, ["audit"], env={"COLUMNS": "80"}).stdout  # as in a pipe
     assert "some-model on vllm in bfloat16" in shown and "tokens saved" in shown
     assert "survivor promoted: 0 of 453 scored answers lost in 437 windows" in shown
@@ -49,10 +51,10 @@ def test_people_get_a_table(ledger: Ledger) -> None:
 
 
 def test_what_is_known_is_printed_even_where_a_line_is_odd(
-    ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    evidence: EvidenceFile, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ledger.take([Trial("survivor", KEPT, 1e-3, unit=str(i)) for i in range(500)])
-    ledger.take([Trial("patched", KEPT, 1e-3)])
+    evidence.take([Trial("survivor", KEPT, 1e-3, unit=str(i)) for i in range(500)])
+    evidence.take([Trial("patched", KEPT, 1e-3)])
     (path,) = tmp_path.glob("*.trust.json")
     odd = json.loads(path.read_text())
     (tmp_path / "other.trust.json").write_text(json.dumps({**odd, "model": "other-model"}))
@@ -69,12 +71,12 @@ def test_what_is_known_is_printed_even_where_a_line_is_odd(
     assert {record["model"] for record in told["records"]} == {"some-model", "other-model"}
 
 
-def test_nothing_yet_says_so(ledger: Ledger) -> None:
+def test_nothing_yet_says_so(evidence: EvidenceFile) -> None:
     assert "nothing was audited yet" in CliRunner().invoke(app, ["audit"]).stdout
     assert json.loads(CliRunner().invoke(app, ["audit", "--json"]).stdout) == {"records": []}
 
 
-def test_no_such_model_is_bad_input(ledger: Ledger) -> None:
+def test_no_such_model_is_bad_input(evidence: EvidenceFile) -> None:
     result = CliRunner().invoke(app, ["audit", "nowhere"])
     assert result.exit_code == 2
     assert "a model must be a local folder" in result.stderr

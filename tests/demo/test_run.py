@@ -166,7 +166,7 @@ def test_without_a_profile_lanes_earn_trust_between_asks(tmp_path: Path, monkeyp
         assert served[0] == "exact" and served[1]["asks"] == 10
         assert served[1]["computed_tokens"] == first["computed_tokens"] > served[1]["audit_tokens"] > 0
         assert "in lane survivor" not in served[1]
-        ledger = auditor_of(engine).ledger(engine)
+        ledger = auditor_of(engine).evidence_of(engine)
         ledger.take(
             [Trial("survivor", Harm("scored", 0.0), computed=1, exact_computed=10, unit=str(i)) for i in range(500)]
         )

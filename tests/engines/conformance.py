@@ -19,7 +19,7 @@ import torch
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
-from ctxwin.engines.results import Generation, ScoredToken, Tally
+from ctxwin.engines.results import Generation, PrefillCost, ScoredToken
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment, partial_ranges
 from ctxwin.errors import ChunkUnavailable, UnsupportedModel
@@ -452,7 +452,7 @@ class EngineConformance:
         before = engine.counters.prefill_tokens
         layouts = [laid(encoded), with_spans(laid(encoded), whole.captured)]
         for layout in (*layouts, layouts[0]):
-            tally = Tally()
+            tally = PrefillCost()
             rows, bare = engine.forced_logprobs(layout, [(query, ids), (query, [])], best=8, tally=tally)
             assert (len(rows), len(bare)) == (len(ids) + 1, 1)
             for row, token in zip(rows, again, strict=False):

@@ -9,7 +9,7 @@ from typing import Any
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.engines.encoding.templates import Template
-from ctxwin.engines.results import Generation, Tally
+from ctxwin.engines.results import Generation, PrefillCost
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.kv.layout import SpanKV
@@ -86,7 +86,7 @@ class ScriptedEngine(Engine):
         *,
         salt: str = "",
         background: bool = False,
-        tally: Tally | None = None,
+        tally: PrefillCost | None = None,
     ) -> SpanKV:
         made: SpanKV = self.inner.prefill(context, target, start, salt=salt, background=background, tally=tally)
         return made

@@ -1,4 +1,4 @@
-"""Promotions err as seldom as promised on simulated streams, and the simulation is of the ledger that serves."""
+"""Promotions err as seldom as promised on simulated streams, and the simulation is of the evidence that serves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from ctxwin.audit.evidence import Ledger, Trial
+from ctxwin.audit.evidence import EvidenceFile, Trial
 from ctxwin.audit.harm import CAP, Harm
 from ctxwin.audit.record import Record
 from evals.studies import promotions
@@ -46,8 +46,8 @@ def test_the_ledger_decides_as_the_simulation_does(harm: float, texts: bool) -> 
     harms = np.where(kinds, harms, harms + 0.1 * texts)
     by_stream = []
     for stream in range(streams):
-        ledger = Ledger(Record(binding="b" * 64, weights="w", model="m", engine="hf", dtype="float32"), None)
-        by_stream.append(_first(ledger, harms[:, stream], kinds[:, stream]))
+        evidence = EvidenceFile(Record(binding="b" * 64, weights="w", model="m", engine="hf", dtype="float32"), None)
+        by_stream.append(_first(evidence, harms[:, stream], kinds[:, stream]))
 
     class Always:
         """Draws that try every ask."""
@@ -63,13 +63,13 @@ def test_the_ledger_decides_as_the_simulation_does(harm: float, texts: bool) -> 
     ]
 
 
-def _first(ledger: Ledger, harms: np.ndarray, texts: np.ndarray) -> tuple[str, int]:
+def _first(evidence: EvidenceFile, harms: np.ndarray, texts: np.ndarray) -> tuple[str, int]:
     """The first decision on trials in windows, and the number of its window."""
     for index, window in enumerate(zip(harms, texts, strict=True), 1):
         for harm, text in zip(*window, strict=True):
             found = Harm("text", float(harm) * CAP) if text else Harm("scored", float(harm))
-            if made := ledger.take([Trial("survivor", found, unit=str(index))]):
-                return made[0].what, index
+            if made := evidence.take([Trial("survivor", found, unit=str(index))]):
+                return made[0].verdict, index
     return "none", -1
 
 

@@ -16,7 +16,7 @@ import torch
 
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import Engine, EngineSpec
-from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, Tally
+from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, PrefillCost
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, MediaSpan, Segment, gap_runs
 from ctxwin.errors import AnswerStopped, ChunkUnavailable
@@ -242,7 +242,7 @@ class FakeEngine(Engine):
         *,
         salt: str = "",
         background: bool = False,
-        tally: Tally | None = None,
+        tally: PrefillCost | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> SpanKV:
         if self.fail:
@@ -258,7 +258,7 @@ class FakeEngine(Engine):
         return self._forward(spans, target, start)
 
     def attended(
-        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
+        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: PrefillCost | None = None
     ) -> AttendedKV:
         """Tokens count by their id."""
         span = self.prefill(context, target, start, background=True, tally=tally)

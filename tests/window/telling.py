@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ctxwin.engines.results import Generation, Tally
+from ctxwin.engines.results import Generation, PrefillCost
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import ChunkUnavailable
@@ -131,7 +131,7 @@ class TellingEngine(FakeEngine):
         *,
         salt: str = "",
         background: bool = False,
-        tally: Tally | None = None,
+        tally: PrefillCost | None = None,
     ) -> SpanKV:
         context, failed = self._loaded(context)
         made = super().prefill(context, target, start, salt=salt, background=background, tally=tally)

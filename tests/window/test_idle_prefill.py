@@ -379,7 +379,7 @@ def test_a_tenant_spends_its_own_time(engine: FakeEngine, monkeypatch: pytest.Mo
     with TenantEngine(engine, "one") as one, TenantEngine(engine, "other") as other:
         prefiller = prefiller_of(one)
         assert prefiller is prefiller_of(other)
-        prefiller._allowance("one").add(-5.0)
+        prefiller._allowances["one"].add(-5.0)
         with Window(one, "watch", 200, prefill="idle") as spent, Window(other, "watch", 200, prefill="idle") as fresh:
             spent.append(Chunk.text("a" * 20))
             fresh.append(Chunk.text("a" * 20))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ctxwin.engines.outputs import concat_outputs
-from ctxwin.engines.results import EngineCounters, Generation, Tally
+from ctxwin.engines.results import EngineCounters, Generation, PrefillCost
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment, gap_runs, without_spans
 from ctxwin.errors import CtxwinError, EngineFailed
@@ -95,7 +95,7 @@ class AskRunner:
             self.closed, was_closed = True, self.closed
         return not was_closed
 
-    def serve(self, layout: Sequence[Segment], ask: Ask, tally: Tally | None = None) -> tuple[Generation, Outcome]:
+    def serve(self, layout: Sequence[Segment], ask: Ask, cost: PrefillCost | None = None) -> tuple[Generation, Outcome]:
         """Serve a layout with its spans, again with them where loading fails, and finally without.
 
         The spans are available, so a failure is mostly one of transport, and the same KV gives the same answer. Without them
@@ -126,11 +126,11 @@ class AskRunner:
                 generation = Generation(computed_tokens=generation.computed_tokens, forwards=generation.forwards)
                 generation.fallbacks = int(remaining == 1)
                 self.count_retry()
-        self.count(generation, tally)
+        self.count(generation, cost)
         return generation, outcome
 
     def serve_together(
-        self, layouts: Sequence[Sequence[Segment]], ask: Ask, tally: Tally | None = None
+        self, layouts: Sequence[Sequence[Segment]], ask: Ask, cost: PrefillCost | None = None
     ) -> list[Generation]:
         """Serve layouts whose last segment is captured and alone missing: their requests are submitted at once, so that vLLM
         steps them together. Where a load fails each is served by itself."""
@@ -149,9 +149,9 @@ class AskRunner:
             _log.warning("loading spans into vLLM failed (%s); requests are submitted one by one", error)
             self._core.prefixes.clear()
             self.count_retry()
-            return [self.serve(layout, ask, tally)[0] for layout in layouts]
+            return [self.serve(layout, ask, cost)[0] for layout in layouts]
         for generation in generations:
-            self.count(generation, tally)
+            self.count(generation, cost)
         return generations
 
     def _without_spans(self, layout: Sequence[Segment], ask: Ask) -> tuple[Sequence[Segment], Ask]:
@@ -167,12 +167,12 @@ class AskRunner:
         with self._counting:
             self._counters.retries += 1
 
-    def count(self, generation: Generation, tally: Tally | None = None) -> None:
-        """Add what a generation took to the engine's counters, and to ``tally``."""
-        if tally is not None:
-            tally.forwards += generation.forwards
-            tally.tokens += generation.computed_tokens
-            tally.fallbacks += generation.fallbacks
+    def count(self, generation: Generation, cost: PrefillCost | None = None) -> None:
+        """Add what a generation took to the engine's counters, and to ``cost``."""
+        if cost is not None:
+            cost.forwards += generation.forwards
+            cost.tokens += generation.computed_tokens
+            cost.fallbacks += generation.fallbacks
         with self._counting:
             self._counters.fallbacks += generation.fallbacks
             self._counters.prefill_forwards += generation.forwards

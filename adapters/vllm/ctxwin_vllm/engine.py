@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ctxwin.engines.base import BEST, WHOLE, EngineSpec
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
-from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, Tally
+from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, PrefillCost
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Call, Encoded, Segment
 from ctxwin.engines.vllm_support import requirement
@@ -186,7 +186,7 @@ class VLLMEngine(EncodingEngine):
         *,
         salt: str = "",
         background: bool = False,
-        tally: Tally | None = None,
+        tally: PrefillCost | None = None,
         stopped: Callable[[], bool] | None = None,
         builder: PromptBuilder | None = None,
     ) -> SpanKV:
@@ -248,7 +248,7 @@ class VLLMEngine(EncodingEngine):
         *,
         best: int = BEST,
         stopped: Callable[[], bool] = lambda: False,
-        tally: Tally | None = None,
+        tally: PrefillCost | None = None,
         sampling: Sampling = WHOLE,
     ) -> list[list[dict[int, float]]]:
         """See `Engine.forced_logprobs`: requests whose prompts end in the answers.
@@ -288,7 +288,7 @@ class VLLMEngine(EncodingEngine):
         return scores[len(asks) - len(answers) :]
 
     def attended(
-        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
+        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: PrefillCost | None = None
     ) -> AttendedKV:
         """See `Engine.attended`. Needs a model without latent attention."""
         if self.spec.kv.recurrent:

@@ -16,7 +16,7 @@ from ctxwin.engines.encoding.families import both_ways, run_tower
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf import recurrent
 from ctxwin.engines.outputs import concat_outputs, rows_of
-from ctxwin.engines.results import EngineCounters, Tally
+from ctxwin.engines.results import EngineCounters, PrefillCost
 from ctxwin.engines.segments import Encoded, MediaSpan, Segment, check_states, gap_runs
 from ctxwin.errors import AnswerStopped, EngineFailed
 from ctxwin.kv.config import attention_layers, sliding_window
@@ -58,7 +58,7 @@ class ForwardPass:
             raise EngineFailed("the model gave no usable logits (NaN); try dtype='float32'")
         return self.logits
 
-    def add_to(self, tally: Tally | None) -> None:
+    def add_to(self, tally: PrefillCost | None) -> None:
         """Add its forwards and their tokens to ``tally``, if there is one."""
         if tally is not None:
             tally.forwards += self.forwards

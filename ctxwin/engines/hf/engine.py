@@ -25,7 +25,7 @@ from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf.decoder import Decoder, ForwardPass
 from ctxwin.engines.hf.recurrent import states_of
 from ctxwin.engines.outputs import outputs_identity
-from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, Tally
+from ctxwin.engines.results import AttendedKV, EngineCounters, Generation, PrefillCost
 from ctxwin.engines.sampling import Sampling, check_sampling
 from ctxwin.engines.segments import Encoded, Segment, without_spans
 from ctxwin.errors import AnswerStopped, UnsupportedModel
@@ -114,7 +114,7 @@ class HFEngine(EncodingEngine):
         *,
         salt: str = "",
         background: bool = False,
-        tally: Tally | None = None,
+        tally: PrefillCost | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> SpanKV:
         """See `Engine.prefill`. Without a prefix cache and a queue, ``salt`` and ``background`` have no effect. ``stopped`` is
@@ -164,7 +164,7 @@ class HFEngine(EncodingEngine):
         return generation
 
     def attended(
-        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
+        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: PrefillCost | None = None
     ) -> AttendedKV:
         self._check_merging()
         with self._turn(background=True), self._lock:
@@ -227,7 +227,7 @@ class HFEngine(EncodingEngine):
         *,
         best: int = BEST,
         stopped: Callable[[], bool] = lambda: False,
-        tally: Tally | None = None,
+        tally: PrefillCost | None = None,
         sampling: Sampling = WHOLE,
     ) -> list[list[dict[int, float]]]:
         """See `Engine.forced_logprobs`. ``stopped`` is polled before each forward, which covers one segment."""
@@ -259,7 +259,7 @@ class HFEngine(EncodingEngine):
         answer: Sequence[int],
         best: int,
         stopped: Callable[[], bool],
-        tally: Tally | None,
+        tally: PrefillCost | None,
         sampling: Sampling,
     ) -> list[dict[int, float]]:
         """`forced_logprobs` of one answer of which slots are dropped, ``hold_every`` tokens a forward."""

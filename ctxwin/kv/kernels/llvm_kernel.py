@@ -129,7 +129,8 @@ class LlvmKernel:
         tasks: list[_Task] = []
         for kind, run in groupby(zip(prepared.part, table, strict=True), lambda row: self._kinds[row[0]]):
             rows = np.concatenate([row for _, row in run])
-            function = simd.compile_layout(simd.Layout(*self._layout, *kind, _name(self._dtype), strides.k[4] != 1))
+            shape = simd.KernelShape(*self._layout, *kind, _name(self._dtype), strides.k[4] != 1)
+            function = simd.compile_layout(shape)
             packed = 4 * (int(rows[:, _AT["rank"]].max()) + 1) * self._width
             for few in np.array_split(rows, min(shares, len(rows))):
                 panel = np.empty(packed + LINE, dtype=np.uint8)

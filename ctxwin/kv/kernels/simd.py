@@ -66,7 +66,7 @@ _FACTORS, _TAIL = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class KernelShape:
     """What a kernel is compiled for.
 
     Attributes:
@@ -93,14 +93,14 @@ def tile_of(dtype: str) -> int:
 
 
 def supports(dtype: str) -> bool:
-    """Return True if the processor converts ``dtype`` itself; see `Layout`."""
+    """Return True if the processor converts ``dtype`` itself; see `KernelShape`."""
     if dtype == "float16":
         return bool(_features().get("f16c")) or llvm.get_process_triple().startswith(("aarch64", "arm64"))
     return dtype in TYPES
 
 
 @lru_cache(maxsize=64)
-def compile_layout(layout: Layout) -> Callable[..., None]:
+def compile_layout(layout: KernelShape) -> Callable[..., None]:
     """Return the kernel of a layout: ``(table, rows, k_head, v_head, k_step, past, panel)``.
 
     ``table`` is the address of rows of `FIELDS`; the strides are those of what is written to, in numbers. ``past`` is 1 to
@@ -160,7 +160,7 @@ class _Columns:
 class _Emitter(VectorBuilder):
     """The module of a layout."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: KernelShape) -> None:
         super().__init__(_features())
         self.layout, self.tile = layout, tile_of(layout.dtype)
         self.lanes = self.sums = 16 if self.wide else 8

@@ -185,8 +185,8 @@ def test_adapters_share_nothing(tmp_path: Path) -> None:
         assert [asked(engine)[0] for engine in (first, second, plain)] == [ids for ids, _ in found]
         assert len({e.spec.identity for e in (first, second, plain)}) == 3
         assert plain.spec.model == str(folder) != first.spec.model, "a profile of the model is none of the adapted one"
-        ledgers = {id(auditor_of(engine).ledger(engine)) for engine in (first, second, plain)}
-        assert len(ledgers) == 3, "what is safe with one is not known to be with another"
+        kept = {id(auditor_of(engine).evidence_of(engine)) for engine in (first, second, plain)}
+        assert len(kept) == 3, "what is safe with one is not known to be with another"
         with pytest.raises(ValueError, match=r"adapter_config\.json"):
             first.view("", lora=folder)
         with pytest.raises(UnsupportedModel, match="got 16 over 8"):

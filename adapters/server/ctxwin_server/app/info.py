@@ -20,7 +20,7 @@ def describe_server(service: Service, tenant_state: TenantState) -> dict[str, An
     """Return versions, the model and how it is served, the store, and the tenant. Blocks: it writes to the store and reads it."""
     engine, store = tenant_state.engine, tenant_state.engine.repo.store
     fidelity = resolve(service.limits.fidelity, engine.spec.model)
-    strategies = auditor_of(engine).ledger(engine).record.strategies
+    strategies = auditor_of(engine).evidence_of(engine).record.strategies
     stats = store.stats()
     return {
         "object": "ctxwin.about",

@@ -256,7 +256,7 @@ class Service:
             records = {"reopened": state.windows.taken_over, "fenced_off": state.windows.fenced_off}
             self.metrics.read(state.tenant, state.engine, len(state.windows), self.pool.waiting(state.tenant), records)
             auditor = auditor_of(state.engine)
-            strategies = auditor.ledger(state.engine, self.limits.fidelity.advanced.reference).record.strategies
+            strategies = auditor.evidence_of(state.engine, self.limits.fidelity.advanced.reference).record.strategies
             known = {name: strategies.get(name, Evidence()) for name in STRATEGIES}
             standing = {name: (evidence.promoted, bool(evidence.stopped)) for name, evidence in known.items()}
             self.metrics.read_audits(state.tenant, auditor.counts_of(state.tenant), standing)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from ctxwin.audit.confidence import Change, is_below, units_like
+from ctxwin.audit.confidence import ChangeDetector, is_below, units_like
 from ctxwin.audit.harm import CAP, FLOOR_UNITS, Floor, Harm, Kind, Part, share_of
 from ctxwin.audit.options import Options
 from ctxwin.audit.record import Tally
@@ -193,10 +193,10 @@ class OrderedTests:
         return {*self._preceding(strategy), strategy} <= self._shown
 
     def is_given_up(self, strategy: str) -> bool:
-        """Return True if so much harm was seen that it will hardly be shown to be safe (`confidence.Change`)."""
+        """Return True if so much harm was seen that it will hardly be shown to be safe (`confidence.ChangeDetector`)."""
         if strategy in self._shown:
             return False
-        return any(Change(self._limits[kind], t.wealth).alarmed for kind, t in self._tallies[strategy].items())
+        return any(ChangeDetector(self._limits[kind], t.wealth).alarmed for kind, t in self._tallies[strategy].items())
 
     def is_open(self, strategy: str) -> bool:
         """Return True if another unit of it may decide: all in front of it are safe, and it is neither shown nor given up."""
