@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import pytest
+import torch
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
@@ -15,7 +16,7 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.runtime import Runtime
 from langgraph.types import Command, RetryPolicy, interrupt
 
-from ctxwin import Chunk, Fidelity, Window
+from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.policies import ByDisposability
 from langchain_ctxwin.langgraph import WindowContext, load, merge_windows, open_window
 
@@ -229,6 +230,31 @@ def test_the_node_says_what_it_needs(engine: Any, picture: Picture) -> None:
         open_window(reference, runtime, budget=10**9)
     with open_window(reference, runtime, system_prompt="hd", budget=80, fidelity=EXACT) as window:
         assert (window.budget, window.fidelity) == (80, EXACT)
+
+
+def test_an_answer_with_stage_outputs_has_them_again() -> None:
+    """The journal keeps no tensors; an answer without them is computed once."""
+    shown: list[Any] = []
+
+    def look(state: State, runtime: Runtime[WindowContext]) -> State:
+        with open_window(state.get("window"), runtime, system_prompt="hd") as window:
+            window.append(Chunk.text("the camera is blue now"))
+            before = engine.counters.prefill_forwards
+            plain = window.ask("what?", max_tokens=3, outputs=())
+            computed = engine.counters.prefill_forwards > before
+            shown.append((window.ask("what?", max_tokens=3), plain, computed))
+            interrupt("go on?")
+            return {"window": window.ref()}
+
+    app = compiled(look, InMemorySaver())
+    with open_engine("tiny:hf", outputs=True) as engine:
+        app.invoke({}, CONFIG, context=WindowContext(engine))
+        app.invoke(Command(resume="go"), CONFIG, context=WindowContext(engine))
+    (first, plain, computed), (again, plain_again, computed_again) = shown
+    assert computed and not computed_again
+    assert plain.outputs is plain_again.outputs is None and plain.text == plain_again.text == again.text
+    assert first.outputs.keys() == again.outputs.keys()
+    assert all(torch.equal(rows, again.outputs[name]) for name, rows in first.outputs.items())
 
 
 def test_policies_decide_alike_when_the_node_runs_again(engine: Any, saver: Any, picture: Picture) -> None:

@@ -136,8 +136,12 @@ class Session(Window):
     def answer(
         self, question: Question, *, on_token: OnToken | None = None, stopped: Callable[[], bool] = not_stopped
     ) -> Answer:
-        """`Window.answer`; an answer that this execution has computed before is reused (``on_token`` gets all of it at once)."""
-        if self._execution is None or callable(question.remember):
+        """`Window.answer`; an answer that this execution has computed before is reused (``on_token`` gets all of it at once).
+
+        One with stage outputs, which no store keeps, is computed again.
+        """
+        wants_outputs = self.engine.spec.outputs and question.outputs != ()
+        if self._execution is None or callable(question.remember) or wants_outputs:
             return super().answer(question, on_token=on_token, stopped=stopped)
         state = self.snapshot().replace(fidelity=self.fidelity)  # ``auto`` may be resolved differently next time
         sampling = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(question.sampling).items()}
