@@ -169,7 +169,7 @@ def run(
         for handle, (_, transfer), reason in zip(handles, requests, reasons, strict=True):
             transport.collect(handle, transfer, reason != "error")
             collected += 1
-    except Exception:
+    except BaseException:
         for ticket in tickets:
             driver.cancel(ticket)
         for handle, (_, transfer) in list(zip(handles, requests, strict=False))[collected:]:

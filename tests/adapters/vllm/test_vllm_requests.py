@@ -18,12 +18,13 @@ from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Encoded, Segment
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import KVSpec, RopeSpec
+from ctxwin_vllm import requests
 from ctxwin_vllm.asks import Ask, AskRunner
 from ctxwin_vllm.cache_namespace import CacheNamespace
 from ctxwin_vllm.prefix_record import PrefixRecord
 from ctxwin_vllm.prompts import EnginePrompts
 from ctxwin_vllm.requests import StreamGuard
-from ctxwin_vllm.transport import PARAM, LocalTransport
+from ctxwin_vllm.transport import PARAM, LocalTransport, Transfer
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 
@@ -189,4 +190,24 @@ def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() ->
     assert not outcome.finished and outcome.token_ids == [7]
     assert heard == [[7]] and driver.cancelled == 1
     assert not made.captured and made.query_span is None and not len(transport)
+    transport.close()
+
+
+def test_what_interrupts_a_wait_cancels_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also Ctrl-C, which the caller meets in the first of them."""
+    transport = LocalTransport(KV)
+    driver = Scripted([([], "length")] * 3)
+    cancelled: list[Any] = []
+    submitted: list[Any] = []
+    submit = driver.submit
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "submit", lambda *args: submitted.append(submit(*args)) or submitted[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(driver, "cancel", cancelled.append)
+    monkeypatch.setattr(requests, "_next", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        requests.run(driver, transport, [({}, Transfer()) for _ in range(3)], Sampling())  # type: ignore[arg-type]
+    assert cancelled == submitted and len(cancelled) == 3 and not len(transport)
     transport.close()
