@@ -107,7 +107,7 @@ class Session(Window):
         notes: Mapping[str, Any],
         manifest: str = "",
     ) -> None:
-        """Set up what `over` has returned, with the operations and adoptions so far and the manifest of its version."""
+        """Set up a new session, with the operations and adoptions so far and the manifest of its version."""
         self.lost = self.rebuilt = self._events = 0
         self.dropped: tuple[Mapping[str, Any], ...] = ()
         self._began = manifest
@@ -184,10 +184,9 @@ class Session(Window):
 
     def fork(self, system_prompt: str | None = None) -> Session:
         """`Window.fork` as a session: its ids are the same when the node runs again; `ref` returns its own reference."""
-        window = super().fork(system_prompt)
-        execution = self._execution and (*self._execution[:2], window.id)
+        branch = super().fork(system_prompt)
+        execution = self._execution and (*self._execution[:2], branch.id)
         base = (self._base[0] + self.core.operations, self._base[1])
-        branch = Session.from_core(window.core, window.eviction, window.retrieval)
         branch._start(self._runtime, execution, base, self.notes)
         branch.core.observers = (*(o for o in branch.core.observers if o != self.tell), branch.tell)
         return branch
@@ -316,10 +315,9 @@ def open_window(
         opened, base = Restored(state), (0, 0)
     # Two windows that one node edits have different placement ids.
     seed = digest("edits", _seed(execution), opened.state.window) if execution is not None else None
-    window = Window.restore(engine, opened.state, eviction=eviction, retrieval=retrieval, seed=seed)
+    session = Session.restore(engine, opened.state, eviction=eviction, retrieval=retrieval, seed=seed)
     extras: Mapping[str, Any] = reference or {}
-    window.core.vision_encodes, window.core.parent = extras.get("encodes", 0), extras.get("parent")
-    session = Session.from_core(window.core, window.eviction, window.retrieval)
+    session.core.vision_encodes, session.core.parent = extras.get("encodes", 0), extras.get("parent")
     session._start(runtime, execution, base, extras.get("notes", {}), extras.get("manifest", ""))
     for watcher in (getattr(runtime.context, "ledger", None), getattr(runtime.context, "observer", None)):
         if watcher is not None and hasattr(watcher, "watch"):
