@@ -6,7 +6,7 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, closing
+from contextlib import aclosing, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -331,8 +331,7 @@ class ChatCtxwin(Answering):
         reply.syntax, reply.decode = learn(pool.engine) if tools else None, pool.engine.decode
 
         def ask(talk: Conversation) -> list[Answer]:
-            with ExitStack() as stack:
-                window = stack.enter_context(pool.window(talk.system_prompt, talk.chunks))
+            with pool.window(talk.system_prompt, talk.chunks) as window:
                 engine = window.engine
                 # The next call has the exchange as messages: its KV is kept if they render alike and it is certain to fit.
                 keep = remembers(engine)
@@ -342,13 +341,9 @@ class ChatCtxwin(Answering):
                 alone = engine.encode_system_prompt(window.system_prompt).tokens + encoded.tokens + reply.room
                 remember = keep and alone <= window.budget and partial(remembers, engine)
                 bounded = replace(sampling, max_tokens=reply.room)
-                question = Question(talk.query, bounded, remember, decoding.stops, bare=True)
-                branches = [stack.enter_context(window.fork()) for _ in range(1, reply.n)]
-                answers = [window.answer(question, on_token=on_token, stopped=stopped)]
-                for i, branch in enumerate(branches, start=1):
-                    reseeded = replace(question.sampling, seed=None if sampling.seed is None else sampling.seed + i)
-                    answers.append(branch.answer(replace(question, sampling=reseeded, remember=False), stopped=stopped))
-                return answers
+                question = Question(talk.query, bounded, remember, decoding.stops, bare=True, n=reply.n)
+                answer = window.answer(question, on_token=on_token, stopped=stopped)
+                return [answer, *answer.others]
 
         try:
             return pool.run(talk, ask)
