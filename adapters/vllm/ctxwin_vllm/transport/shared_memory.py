@@ -90,16 +90,16 @@ class SharedMemoryTransport(Transport):
     Args:
         kv: layout of the model's KV (all heads).
         folder: where the transport's own folder is made; shared memory by default.
-        max_bytes: bound on the spans and patches kept for later requests. Those of running requests always stay.
 
     Attributes:
+        max_bytes: bound on the spans and patches kept for later requests. Those of running requests always stay.
         source: the folder's name. vLLM's processes that get it end with this one.
 
     Raises:
         EngineFailed: the folder cannot be written.
     """
 
-    def __init__(self, kv: KVSpec, folder: str | Path | None = None, max_bytes: int | None = None) -> None:
+    def __init__(self, kv: KVSpec, folder: str | Path | None = None) -> None:
         super().__init__()
         root = Path(folder or folders.shared_memory())
         folders.sweep(root)
@@ -112,7 +112,7 @@ class SharedMemoryTransport(Transport):
             raise EngineFailed(f"the shared-memory folder {str(root)!r} must be writable: {error}") from error
         self.kv = kv
         self.source = watchdog.Lifeline(str(self.path))
-        self.max_bytes = min(MAX_BYTES, free // 2) if max_bytes is None else max_bytes
+        self.max_bytes = min(MAX_BYTES, free // 2)
         self.alive: Callable[[], bool] = lambda: True  # set by the engine: whether vLLM's processes still run
         # Set by the engine: returns between two later steps of all workers.
         self.step: Callable[[], object] = lambda: None
