@@ -76,6 +76,14 @@ def read_model(
     return checkpoint, kv
 
 
+def _read_model(model: str | Path, options: dict[str, Any]) -> tuple[Checkpoint, KVSpec, bool]:
+    """Return `read_model` for the ``options`` of an engine, and whether it keeps outputs; drop those that vLLM does not have."""
+    free, outputs = bool(options.pop("position_free", False)), bool(options.pop("outputs", False))
+    cache, remote_code = options.get("kv_cache_dtype"), bool(options.get("trust_remote_code"))
+    checkpoint, kv = read_model(model, options.pop("dtype", None) or "auto", cache, free, remote_code)
+    return checkpoint, replace(kv, identity=outputs_identity(kv.identity, outputs)), outputs
+
+
 def _cache_dtype(cache: Any, config: Any, folder: Path) -> Any:
     """Return the dtype that vLLM's cache has: a quantised checkpoint may name it where the option leaves it open."""
     from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
@@ -114,10 +122,8 @@ def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, An
     if options.get("enable_lora"):
         raise ValueError("enable_lora must not be set under ctxwin, got True: plain requests would name adapters")
     options = dict(options)
-    free, outputs = bool(options.pop("position_free", False)), bool(options.pop("outputs", False))
-    cache, remote_code = options.get("kv_cache_dtype"), bool(options.get("trust_remote_code"))
-    checkpoint, kv = read_model(model, options.get("dtype") or "auto", cache, free, remote_code)
-    transport = SharedMemoryTransport(replace(kv, identity=outputs_identity(kv.identity, outputs)))
+    checkpoint, kv, outputs = _read_model(model, options)
+    transport = SharedMemoryTransport(kv)
     transport.keeps_outputs = outputs
     try:
         arguments = startup.with_connector(str(checkpoint.path), {**options, "dtype": kv.dtype}, transport)
@@ -226,13 +232,9 @@ class Core:
         if options.get("enable_lora") and lora is None:
             raise ValueError("enable_lora must not be set under ctxwin, got True; name the adapter: lora=FOLDER")
         options |= {} if lora is None else {**options_for(lora), **options}
-        free = bool(options.pop("position_free", False))
-        cache, remote_code = options.get("kv_cache_dtype"), bool(options.get("trust_remote_code"))
-        checkpoint, kv = read_model(model, options.pop("dtype", "auto"), cache, free, remote_code)
+        checkpoint, kv, outputs = _read_model(model, options)
         if processes is None:
             processes = "multi" if startup.ranks(options) > 1 else "single"
-        outputs = bool(options.pop("outputs", False))
-        kv = replace(kv, identity=outputs_identity(kv.identity, outputs))
         transport: Transport
         transport = LocalTransport(kv) if processes == "single" else SharedMemoryTransport(kv)
         driver, previous = None, folders.segments()
