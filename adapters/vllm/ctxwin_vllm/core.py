@@ -146,9 +146,9 @@ class Core:
         inputs: renders prompts and counts positions.
         see: one run of the vision tower.
         vision: whether it sees images.
-        longest: tokens that a prompt and its answer may have.
-        block: tokens of a block of its paged cache; caches: whether it has a prefix cache; prefixes: what was left there.
-        positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
+        max_tokens: tokens that a prompt and its answer may have.
+        block_size: tokens of a block of its paged cache; has_prefix_cache: whether those stay; prefixes: which do.
+        max_positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
         uncut: whether a prompt must not end in a picture, as where a picture's tokens see those behind them.
         on_gpu: whether it computes on GPUs.
         min_load: `RequestMeta.min_load` of exact KV: on a GPU a background load costs more than to compute less than a block.
@@ -163,20 +163,22 @@ class Core:
         self.model, self.checkpoint = str(model), checkpoint
         self.driver, self.transport, self.kv = driver, transport, transport.kv
         cache = driver.config.cache_config
-        self.block, self.caches = int(cache.block_size), bool(cache.enable_prefix_caching)
-        self.prefixes = PrefixRecord(self.block, int(getattr(cache, "num_gpu_blocks", None) or _BLOCKS))
+        self.block_size, self.has_prefix_cache = int(cache.block_size), bool(cache.enable_prefix_caching)
+        self.prefixes = PrefixRecord(self.block_size, int(getattr(cache, "num_gpu_blocks", None) or _BLOCKS))
         driver.on_reset = self.prefixes.clear
         config = driver.config.model_config
-        self.longest = int(config.max_model_len)
-        self.positions = max(self.longest, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0))
+        self.max_tokens = int(config.max_model_len)
+        self.max_positions = max(
+            self.max_tokens, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0)
+        )
         self.outputs = outputs
         self.shortens = internals.shortens(driver.config)
         self.on_gpu = not on_a_processor()
-        self.min_load = self.block if self.on_gpu else 0
+        self.min_load = self.block_size if self.on_gpu else 0
         speculative, here = driver.config.speculative_config, None
         if isinstance(transport, LocalTransport):  # vLLM's worker-side connector is that of the process's first engine
             groups, compiled = internals.layer_groups(cast("StepDriver", driver).llm), driver.config.compilation_config
-            transport.open_cache(compiled.static_forward_context, self.block, groups, speculative)
+            transport.open_cache(compiled.static_forward_context, self.block_size, groups, speculative)
             here = transport.draft_model
         self.draft_model = draft_model_spec(speculative, self.kv) if here is None else here.kv
         if outputs and self.draft_model is not None:
@@ -336,15 +338,15 @@ class Core:
                 )
         parts = [*(segment.encoded for segment in layout), *tail]
         ids, media = join(parts)
-        longest = self.longest
-        if not 0 < len(ids) <= longest - sampling.max_tokens:
+        most = self.max_tokens - sampling.max_tokens
+        if not 0 < len(ids) <= most:
             raise EngineFailed(
-                f"the prompt must have 1 to {longest - sampling.max_tokens} tokens (the model takes {longest}, "
-                f"{sampling.max_tokens} of them for the answer), got {len(ids)}"
+                f"the prompt must have 1 to {most} tokens (the model takes {self.max_tokens}, {sampling.max_tokens} of them for "
+                f"the answer), got {len(ids)}"
             )
         starts = [0, *itertools.accumulate(part.advance for part in parts)]
         positions = np.concatenate([part.positions + start for part, start in zip(parts, starts, strict=False)], axis=1)
-        last, limit = max(starts[-1] - 1, int(positions.max())) + sampling.max_tokens, self.positions
+        last, limit = max(starts[-1] - 1, int(positions.max())) + sampling.max_tokens, self.max_positions
         if int(positions.min()) < 0 or last >= limit:  # beyond its table of angles vLLM would end for everybody
             raise EngineFailed(
                 f"positions must be in [0, {limit}), the answer's included, got up to {last}; drop chunks, or give videos "

@@ -156,14 +156,14 @@ class VLLMEngine(EncodingEngine):
             self.repo = SpanRepository(self.store, kv.identity, spec=kv, behind=core.on_gpu)
             self.counters = EngineCounters()
             vision, positions = core.see if core.vision else None, core.inputs.positions
-            shared = (self.repo, vision, positions, self.counters, core.longest)
+            shared = (self.repo, vision, positions, self.counters, core.max_tokens)
             self.encoder = Encoder(core.checkpoint, kv.identity, *shared)
             self.prompts = EnginePrompts(core, tenant, kv.identity, self.encoder)
             lora = None if adapter is None else adapter.request
             self.asks = AskRunner(self.prompts, kv, self.counters, lora)
             # A profile holds for the model that it was measured on, not for one with an adapter.
             name = core.model if adapter is None else f"{core.model}+{adapter.id[:12]}"
-            self.spec = EngineSpec("vllm", name, kv.identity, kv, core.longest, core.vision, core.outputs, kv.maps)
+            self.spec = EngineSpec("vllm", name, kv.identity, kv, core.max_tokens, core.vision, core.outputs, kv.maps)
         except BaseException:
             self.close()
             raise
@@ -339,7 +339,7 @@ class VLLMEngine(EncodingEngine):
 
     @property
     def caches_prefixes(self) -> bool:
-        return self._core.caches
+        return self._core.has_prefix_cache
 
     @property
     def tenant(self) -> str:

@@ -58,9 +58,9 @@ def _computed_tokens(
     extra: bool = False,
 ) -> int:
     """Return the tokens that one request computes; ``extra``: a query of unknown tokens follows, which is not counted."""
-    core, block = prompts.core, prompts.core.block
+    core, block = prompts.core, prompts.core.block_size
     ids, media = join([*(s.encoded for s in segments), *([tail] if tail is not None else ())])
-    names = prompts.names(ids, media, namespace) if core.caches else []
+    names = prompts.names(ids, media, namespace) if core.has_prefix_cache else []
     total = len(ids) + extra
     hit = min(core.prefixes.hit(names, blocks), (total - 1) // block * block)
     covered = sum(s.tokens for s in itertools.takewhile(lambda s: s.span is not None, segments))

@@ -44,7 +44,7 @@ class EnginePrompts:
 
     def namespace(self, segments: Sequence[Segment], salt: str) -> CacheNamespace:
         """See `PromptBuilder`."""
-        return namespace_of(segments, salt, self.core.block)
+        return namespace_of(segments, salt, self.core.block_size)
 
     def prompt(
         self, ids: list[int], media: list[MediaSpan], namespace: CacheNamespace, transfer: Transfer
@@ -59,7 +59,7 @@ class EnginePrompts:
             transfer.covered,
             tenant=self.tenant,
             marks=namespace.marks,
-            tail=transfer.covered // core.block * core.block if transfer.min_load else None,
+            tail=transfer.covered // core.block_size * core.block_size if transfer.min_load else None,
             cached_embedding=self._embeddings.get,
         )
         transfer.placeholder_tokens, transfer.embeddings = rendered.placeholder_tokens, rendered.embeddings
@@ -77,7 +77,7 @@ class EnginePrompts:
 
     def record(self, parts: Sequence[Encoded], answer: Sequence[int], namespace: CacheNamespace) -> None:
         """Record the blocks that a request over ``parts`` and its ``answer`` have left in vLLM's prefix cache."""
-        if self.core.caches:
+        if self.core.has_prefix_cache:
             ids, media = join(parts)
             self.core.prefixes.add(self.names([*ids, *answer], media, namespace))
 

@@ -119,7 +119,7 @@ class RenderedPrompt:
 
     def block_names(self, engine: VLLMEngine) -> list[bytes]:
         """Return the names of its blocks in the record of vLLM's prefix cache; none without one."""
-        if engine.core.caches and not self._names:
+        if engine.core.has_prefix_cache and not self._names:
             self._names.extend(engine.prompts.salted_names(self.ids, self.spans, self.salt))
         return self._names
 
@@ -336,7 +336,7 @@ class RenderedRequest(Engine):
             return stored
         core, costs, tokens = self._engine.core, self.costs, stored - min(stored, self._hit)
         load_ms, forward_ms = STEP_MS + costs.load_ms(tokens, False), costs.forward_ms(tokens, stored - tokens)
-        if tokens >= core.block or (load_ms < forward_ms and not core.min_load):
+        if tokens >= core.block_size or (load_ms < forward_ms and not core.min_load):
             return self._hit
         return max(stored, self._hit)
 
@@ -390,7 +390,7 @@ class RenderedRequest(Engine):
 
     def namespace(self, segments: Sequence[Segment], salt: str) -> CacheNamespace:
         """See `PromptBuilder`."""
-        return CacheNamespace(salt) if salt else namespace_of(segments, "", self._engine.core.block)
+        return CacheNamespace(salt) if salt else namespace_of(segments, "", self._engine.core.block_size)
 
     def prompt(
         self, ids: list[int], media: list[MediaSpan], namespace: CacheNamespace, transfer: Transfer
@@ -412,7 +412,7 @@ class RenderedRequest(Engine):
         cached = self._engine.prompts.cut_prompts
         for i in range(len(self._block_names), 0, -1):
             if (cut := cached.get(self._block_names[i - 1].hex())) is not None:
-                count = bisect_right(cut.cuts, i * self._engine.core.block - SEEN) - 1
+                count = bisect_right(cut.cuts, i * self._engine.core.block_size - SEEN) - 1
                 pictures = [(m.offset, m.picture.content()) for m in self._rendered.media if m.offset < cut.cuts[count]]
                 if count > 0 and cut.pictures[: len(pictures)] == pictures:  # a name does not say what a picture shows
                     return cut.cuts[: count + 1], cut.segments[:count]

@@ -80,14 +80,14 @@ class OnVLLM(EngineConformance):
 
         sliced, ends = rendered("sliced"), set[int]()
         middles = {medium.offset + medium.tokens // 2 for medium in sliced.media}
-        for end in sorted({*range(core.block, len(ids), core.block), *middles}):
+        for end in sorted({*range(core.block_size, len(ids), core.block_size), *middles}):
             ends.add(end := sliced.boundary(end, uncut=core.uncut))
             run(sliced.prefix(end))
         inside = [end for end in ends if any(m.offset < end < m.offset + m.tokens for m in sliced.media)]
         assert bool(inside) != core.uncut
         at_once, last = run(rendered("at once").engine_input), run(sliced.engine_input)
-        blocks = (len(ids) - 1) // core.block if core.caches else 0
-        assert at_once.num_cached_tokens == 0 and last.num_cached_tokens == blocks * core.block
+        blocks = (len(ids) - 1) // core.block_size if core.has_prefix_cache else 0
+        assert at_once.num_cached_tokens == 0 and last.num_cached_tokens == blocks * core.block_size
         expected, got = (output.outputs[0].logprobs[0] for output in (at_once, last))
         assert max(abs(got[token].logprob - entry.logprob) for token, entry in expected.items()) < CLOSE
 

@@ -74,13 +74,13 @@ def runner_on(driver: Any, transport: LocalTransport) -> AskRunner:
     """Asks of a model whose prompts are empty, on a double of vLLM."""
     rendered = SimpleNamespace(prompt={}, placeholder_tokens=0, embeddings={})
     core: Any = SimpleNamespace(
-        block=32,
+        block_size=32,
         min_load=0,
         inputs=SimpleNamespace(prompt=lambda *_, **__: rendered, secret="s"),
         driver=driver,
         transport=transport,
         prefixes=PrefixRecord(32, 8),
-        caches=True,
+        has_prefix_cache=True,
         check=lambda *_: 0,
     )
     kv: Any = SimpleNamespace(recurrent=False, maps=False)

@@ -119,8 +119,8 @@ class ChatClient:
 
         prediction, engine = ahead.prediction, state.engine
         assert isinstance(engine, VLLMEngine)
-        block, sampling = engine.core.block, SamplingParams(max_tokens=1, detokenize=False)
-        rendered = rendered if engine.core.caches else None  # without a prefix cache it would serve nothing
+        block, sampling = engine.core.block_size, SamplingParams(max_tokens=1, detokenize=False)
+        rendered = rendered if engine.core.has_prefix_cache else None  # without a prefix cache it would serve nothing
         ids = () if rendered is None else rendered.ids
         last = len(ids) // block * block  # the prefix cache holds whole blocks
         end = prediction.reached = prediction.reached or common_prefix(prediction.prompt, ids) // block * block

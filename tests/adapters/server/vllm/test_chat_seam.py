@@ -69,7 +69,7 @@ class Seam:
         engine.costs, engine.spec = CostModel(), SimpleNamespace(model="tiny", kv=SimpleNamespace(recurrent=False))
         prefixes = SimpleNamespace(continues=lambda names: self.continues, hit=lambda names: 0)
         self.transport = transport.local.LocalTransport(SimpleNamespace())
-        engine._core = SimpleNamespace(caches=True, prefixes=prefixes, transport=self.transport)
+        engine._core = SimpleNamespace(has_prefix_cache=True, prefixes=prefixes, transport=self.transport)
         engine.prompts = SimpleNamespace(salted_names=lambda *_: self.hashed.append("") or [b""])
         shared = SharedConversations(self.store, self.conversations.saved(), 4, 60.0)
         tenant_state = SimpleNamespace(engine=engine, conversations=self.conversations, shared=shared)
