@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ctxwin import open_engine
+from ctxwin import Fidelity, open_engine
 from ctxwin.engines.base import Engine
 from engines.tool_models import write_tool_model
+from langchain_ctxwin.chat import ChatCtxwin
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +30,12 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 def seeing_caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """A random vision model with the same template."""
     with open_engine(f"hf:{write_tool_model(tmp_path_factory.mktemp('seeing'), vision=True)}") as made:
+        yield made
+
+
+@pytest.fixture
+def exact(tiny: Engine) -> Iterator[ChatCtxwin]:
+    with ChatCtxwin(engine=tiny, fidelity=Fidelity("exact"), max_tokens=8) as made:
         yield made
 
 

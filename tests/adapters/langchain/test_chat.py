@@ -1,12 +1,5 @@
 """`ChatCtxwin` against a forward over the whole prompt, and against what LangChain expects of a chat model."""
 
-import asyncio
-import base64
-import gc
-import io
-import re
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,72 +8,21 @@ from typing import Any, TypedDict
 import pytest
 from langchain.agents import create_agent
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import (
-    AIMessage,
-    AIMessageChunk,
-    BaseMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-    trim_messages,
-)
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
 from langchain_core.runnables import ConfigurableField
-from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
-from PIL import Image
 
+from adapters.langchain.watching import HEADER, Watch, look, picture
 from ctxwin import Chunk, Fidelity, open_engine
-from ctxwin.baselines.reprefill import Reference
 from ctxwin.engines.base import Engine
-from ctxwin.engines.sampling import Sampling
-from ctxwin.engines.segments import Encoded
 from ctxwin.errors import UnsupportedModel
-from ctxwin.tiny.world import Frame, make_stream, questions_for, render
+from ctxwin.tiny.world import make_stream, render
 from ctxwin.window.events import Event
 from engines.scripted import ScriptedEngine
 from engines.tool_models import HERMES, write_tool_model
 from langchain_ctxwin import messages as converter
 from langchain_ctxwin.chat import ChatCtxwin
 from langchain_ctxwin.middleware import WindowMiddleware
-
-HEADER = "You watch a camera."
-
-
-def picture(frame: Frame) -> dict[str, Any]:
-    out = io.BytesIO()
-    Image.fromarray(render(frame)).save(out, "PNG")
-    return {"type": "image", "base64": base64.b64encode(out.getvalue()).decode(), "mime_type": "image/png"}
-
-
-class Watch:
-    """Frames, their messages, and what a forward over the whole prompt answers."""
-
-    def __init__(self, engine: Engine, seed: int = 3) -> None:
-        self.engine = engine
-        self.frames = make_stream(seed, 8)
-        self._messages = [
-            HumanMessage([{"type": "text", "text": f"t={i} s\n"}, picture(f)]) for i, f in enumerate(self.frames)
-        ]
-
-    def messages(self, placed: list[int], query: str) -> list[BaseMessage]:
-        return [SystemMessage(HEADER), *(self._messages[i] for i in placed), HumanMessage(query)]
-
-    def question(self, placed: list[int], seed: int = 0) -> str:
-        return questions_for([self.frames[i] for i in placed], 1, seed)[0].text
-
-    def encoded(self, placed: list[int]) -> list[Encoded]:
-        chunks = [Chunk.image(render(self.frames[i]), text=f"t={i} s") for i in placed]
-        return [self.engine.encode(c) for c in chunks]
-
-    def oracle(self, front: list[Encoded], query: str) -> str:
-        reference = Reference(self.engine, self.engine.encode_system_prompt(HEADER))
-        return reference.reprefill(front, self.engine.encode_query(query), Sampling(8)).text
-
-
-@pytest.fixture
-def exact(tiny: Engine) -> Iterator[ChatCtxwin]:
-    with ChatCtxwin(engine=tiny, fidelity=Fidelity("exact"), max_tokens=8) as made:
-        yield made
 
 
 def test_the_answer_is_that_of_the_whole_prompt_whatever_was_asked_before(tiny: Engine, exact: ChatCtxwin) -> None:
@@ -173,108 +115,6 @@ def test_dropping_a_message_is_an_eviction_where_that_is_allowed(tiny: Engine) -
     assert ops.count("close") == 3
 
 
-def test_streams_tell_the_same_and_the_cost_at_the_end(tiny: Engine, exact: ChatCtxwin) -> None:
-    watch = Watch(tiny)
-    messages = watch.messages([0, 1], watch.question([0, 1]))
-    whole = exact.invoke(messages, stream=False)
-    chunks = list(exact.stream(messages))
-    merged = chunks[0]
-    for chunk in chunks[1:]:
-        merged += chunk
-    assert isinstance(merged, AIMessageChunk)
-    assert merged.content == whole.content
-    assert [bool(c.usage_metadata) for c in chunks].count(True) == 1
-    for message in (merged, whole):
-        assert message.response_metadata["model_provider"] == "ctxwin"
-        assert message.response_metadata["finish_reason"] == "stop"
-        assert message.usage_metadata is not None
-        assert message.usage_metadata["output_tokens"] == len(tiny.text_ids(str(whole.content)))
-
-    async def both() -> tuple[Any, list[Any]]:
-        return await exact.ainvoke(messages), [c async for c in exact.astream(messages)]
-
-    answer, pieces = asyncio.run(both())
-    assert answer.content == whole.content == "".join(c.content for c in pieces)
-
-
-class Slow(ScriptedEngine):
-    """Waits at each token until it is let go on; ``stopped`` is set when the answer was given up."""
-
-    def __init__(self, inner: Any, script: Any) -> None:
-        super().__init__(inner, script)
-        self.steps, self.asked, self.ended = threading.Semaphore(0), threading.Event(), threading.Event()
-
-    def generate(self, layout: Any, query: Any, sampling: Any, *, on_token: Any = None, **kwargs: Any) -> Any:
-        def slow(token: int, text: str) -> bool:
-            self.asked.set()
-            self.steps.acquire(timeout=10)
-            return bool(on_token(token, text))
-
-        made = super().generate(layout, query, sampling, on_token=slow, **kwargs)
-        if not made.finished:
-            self.ended.set()
-        return made
-
-
-def test_a_stream_that_is_dropped_stops_the_engine(caller: Engine) -> None:
-    engine = Slow(caller, ["one two three four five six"])
-    with ChatCtxwin(engine=engine) as chat:
-        engine.steps.release(3)
-        stream = chat.stream("q")
-        next(stream)
-        engine.steps.release(1)
-        stream.close()  # type: ignore[attr-defined]
-        assert engine.ended.is_set()
-        assert not any(map(len, chat.opened.pools.values()))
-    assert not [t for t in threading.enumerate() if t.name == "ctxwin-answer"]
-
-
-def test_cancelling_stops_the_engine(caller: Engine) -> None:
-    engine = Slow(caller, ["one two three", "one two three"])
-
-    async def cancelled(run: Any) -> None:
-        task = asyncio.ensure_future(run)
-        await asyncio.to_thread(engine.asked.wait, 10)
-        task.cancel()
-        for _ in range(10):
-            await asyncio.sleep(0)  # it arrives
-        engine.steps.release()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert engine.ended.is_set()
-        engine.asked.clear()
-        engine.ended.clear()
-
-    async def streamed(chat: ChatCtxwin) -> None:
-        async for _ in chat.astream("q"):
-            pass
-
-    with ChatCtxwin(engine=engine) as chat:
-        asyncio.run(cancelled(chat.ainvoke("q")))
-        asyncio.run(cancelled(streamed(chat)))
-
-
-def held(engine: Engine) -> dict[str, int]:
-    gc.collect()
-    engine.repo.leased("span/none")  # what collected windows left is released at the next call
-    return dict(engine.repo._leases)
-
-
-def test_closing_while_a_call_is_in_flight_leaves_nothing_behind(caller: Engine) -> None:
-    engine = Slow(caller, ["one two three"])
-    chat = ChatCtxwin(engine=engine)
-    with ThreadPoolExecutor(1) as threads:
-        before = held(caller)
-        answer = threads.submit(chat.invoke, "q")
-        assert engine.asked.wait(60)
-        chat.close()
-        chat.close()
-        engine.steps.release(20)
-        assert answer.result(60).content == "one two three"
-    assert not chat.opened.pools  # not opened again
-    assert held(caller) == before
-
-
 def test_copies_share_what_is_open(monkeypatch: pytest.MonkeyPatch, caller: Engine) -> None:
     """LangChain makes a new model for every call of a configurable one."""
     opened: list[ScriptedEngine] = []
@@ -344,32 +184,6 @@ def test_a_picture_that_did_not_fit_is_no_loss_for_the_next_call(tiny: Engine, e
         assert chat.invoke(asked).content == exact.invoke(asked).content
 
 
-def test_a_call_that_was_cut_off_says_so(caller: Engine) -> None:
-    with ChatCtxwin(engine=ScriptedEngine(caller, lambda _: CALL)) as chat:
-        cut = chat.bind_tools([look]).invoke("q", max_tokens=len(caller.text_ids(CALL)) - 16)
-        whole = chat.bind_tools([look]).invoke("q")
-    assert (len(cut.invalid_tool_calls), cut.response_metadata["finish_reason"]) == (1, "length")
-    assert (len(whole.tool_calls), whole.response_metadata["finish_reason"]) == (1, "tool_calls")
-
-
-def test_an_agent_goes_on_behind_broken_calls(caller: Engine) -> None:
-    """LangChain's agents answer malformed calls themselves, in front of the results of the others, at every later turn."""
-    broken, config = "<tool_call>\n{bad\n</tool_call>", {"configurable": {"thread_id": "t"}}
-    engine = ScriptedEngine(caller, [broken, f"I look.\n{CALL}\n{broken}", "a circle"])
-    with ChatCtxwin(engine=engine, fidelity=Fidelity("exact")) as chat:
-        agent: Any = create_agent(chat, [look], checkpointer=InMemorySaver())
-        for question in ("a?", "b?"):
-            said = agent.invoke({"messages": [HumanMessage(question)]}, config)["messages"]
-        assert chat.get_num_tokens_from_messages(said) > 0
-    assert said[-1].text == "a circle"
-    error = r"<tool_response>\nTool call unknown .* malformed or truncated\.\n</tool_response>"
-    turns = re.escape(broken) + rf"<\|im_end\|>\n<\|im_start\|>user\n{error}"
-    turns += r"<\|im_end\|>\n<\|im_start\|>user\nb\?<\|im_end\|>\n<\|im_start\|>assistant\n"
-    result = re.escape("<tool_response>\nat 3 s: a red circle\n</tool_response>")
-    turns += re.escape(f"I look.\n{broken}\n{CALL}") + rf"<\|im_end\|>\n<\|im_start\|>user\n{error}\n{result}"
-    assert re.search(turns, engine.prompts[-1]), engine.prompts[-1]
-
-
 def test_messages_longer_than_the_engine_are_counted_and_let_go(caller: Engine) -> None:
     most = caller.spec.max_tokens
     long, config = "a" * (most * 2), {"configurable": {"thread_id": "t"}}
@@ -397,67 +211,6 @@ def test_stop_sequences(caller: Engine) -> None:
         assert chat.invoke("q", max_tokens=2).response_metadata["finish_reason"] == "length"
 
 
-@tool
-def look(at: int) -> str:
-    """Looks at a second of the video."""
-    return f"at {at} s: a red circle"
-
-
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'
-
-
-def test_an_agent_calls_a_tool(caller: Engine) -> None:
-    engine = ScriptedEngine(caller, [f"I look.\n{CALL}", "a circle"])
-    tokenizer = caller.encoder.checkpoint.tokenizer  # type: ignore[attr-defined]
-    with ChatCtxwin(engine=engine, fidelity=Fidelity("exact")) as chat:
-        agent: Any = create_agent(chat, [look], system_prompt="Use tools.")
-        said = agent.invoke({"messages": [HumanMessage("what is it?")]})["messages"]
-    assert [m.type for m in said] == ["human", "ai", "tool", "ai"]
-    assert (said[1].content, said[2].content, said[3].content) == ("I look.", "at 3 s: a red circle", "a circle")
-    assert [(c["name"], c["args"]) for c in said[1].tool_calls] == [("look", {"at": 3})]
-    assert said[1].response_metadata["finish_reason"] == "tool_calls"
-    schema = {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Looks at a second of the video.",
-            "parameters": {"properties": {"at": {"type": "integer"}}, "required": ["at"], "type": "object"},
-        },
-    }
-    asked = [
-        {"role": "system", "content": "Use tools."}, {"role": "user", "content": "what is it?"},
-        {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "look", "arguments": {"at": 3}}}]},
-        {"role": "tool", "content": "at 3 s: a red circle"},
-    ]  # fmt: skip
-    shown = [
-        tokenizer.apply_chat_template(m, tools=[schema], tokenize=False, add_generation_prompt=True)
-        for m in (asked[:2], asked)
-    ]
-    assert engine.prompts == shown
-    # The call was remembered as it was made: the second prompt computes the tool's result and nothing else.
-    usage = said[3].usage_metadata
-    result = "<tool_response>\nat 3 s: a red circle\n</tool_response>"
-    assert usage["input_tokens"] - usage["input_token_details"]["cache_read"] == caller.encode_query(result).tokens
-
-
-def test_tool_calls_in_a_stream(caller: Engine) -> None:
-    broken = '<tool_call>\n{"name": "look", "arguments": {"at": \n</tool_call>'
-    engine = ScriptedEngine(caller, lambda _: f"I look.\n{CALL}\n{CALL}\n{broken}")
-    with ChatCtxwin(engine=engine) as chat:
-        bound = chat.bind_tools([look])
-        whole = bound.invoke("q", stream=False)
-        chunks = list(bound.stream("q"))
-        merged: Any = chunks[0]
-        for chunk in chunks[1:]:
-            merged += chunk
-    for message in (whole, merged):
-        assert message.content == "I look."
-        assert [(c["name"], c["args"]) for c in message.tool_calls] == [("look", {"at": 3})] * 2
-        assert [c["args"] for c in message.invalid_tool_calls] == [broken]
-        assert len({c["id"] for c in (*message.tool_calls, *message.invalid_tool_calls)}) == 3
-    assert [len(c.tool_call_chunks) for c in chunks if isinstance(c, AIMessageChunk)].count(1) == 3
-
-
 def test_thinking_is_not_shown_again(tmp_path: Path) -> None:
     """As with Qwen3's template: an answer without thinking is remembered, one with it is computed as it reads later."""
     shown = "{{ m.content.split('</think>')[-1].lstrip() }}"
@@ -478,34 +231,6 @@ def test_thinking_is_not_shown_again(tmp_path: Path) -> None:
         opening = inner.encode_system_prompt("").tokens
         exchange = inner.encode_exchange("two?", inner.text_ids("blue")).tokens
         assert computed == [opening, 0, exchange]
-
-
-def test_tools_are_for_models_that_take_them(tiny: Engine, caller: Engine) -> None:
-    with ChatCtxwin(engine=tiny) as chat, pytest.raises(UnsupportedModel, match="drops tool calls"):
-        chat.bind_tools([look])
-    engine = ScriptedEngine(caller, lambda _: CALL)
-
-    @tool
-    def wait() -> str:
-        """Waits."""
-        return ""
-
-    with ChatCtxwin(engine=engine) as chat:
-        chat.bind_tools([look, wait], tool_choice="look").invoke("q")
-        assert "Looks at" in engine.prompts[-1]
-        assert "Waits" not in engine.prompts[-1]
-        assert chat.bind_tools([look, wait], tool_choice="none").invoke("q").content == CALL
-        assert "Looks at" not in engine.prompts[-1]
-        named: list[Any] = [{"type": "function", "function": {"name": "look"}}, {"type": "tool", "name": "look"}]
-        for choice in named:
-            chat.bind_tools([look, wait], tool_choice=choice).invoke("q")
-            assert "Looks at" in engine.prompts[-1] and "Waits" not in engine.prompts[-1]
-        for kind in ("any", "auto"):
-            chat.bind_tools([look, wait], tool_choice={"type": kind}).invoke("q")
-            assert "Looks at" in engine.prompts[-1] and "Waits" in engine.prompts[-1]
-        for bad in ("jump", {}, {"type": "tool", "name": "jump"}, {"type": "allowed_tools"}, {"function": None}):
-            with pytest.raises(ValueError, match="tool_choice must be"):
-                chat.bind_tools([look], tool_choice=bad)
 
 
 def test_a_misspelt_attribute_is_refused_and_langchains_own_are_not(tiny: Engine) -> None:
@@ -579,15 +304,6 @@ def test_a_model_by_name_is_opened_late_and_closed() -> None:
     assert engine is not None
     with pytest.raises(ValueError, match="an engine or the model"):
         ChatCtxwin()
-
-
-def test_binding_tools_opens_no_engine() -> None:
-    """Agents bind in their event loop, which opening a model would block."""
-    with ChatCtxwin(model="tiny:hf", max_tokens=4) as chat:
-        bound = chat.bind_tools([look])
-        assert not chat.opened.pools
-        with pytest.raises(UnsupportedModel, match="drops tool calls"):
-            bound.invoke("q")
 
 
 @pytest.mark.parametrize(
