@@ -179,7 +179,7 @@ class Session(Window):
             on_token(answer.token_ids[-1], answer.text)
         ids = (answer.remembered,) if answer.remembered else ()
         # Only the run's stream is notified, as the engine computed nothing.
-        self.tell(self.core.event("ask", ids, query=question.query, answer=answer, note="again"))
+        self._observe(self.core.event("ask", ids, query=question.query, answer=answer, note="again"))
         return answer
 
     def fork(self, system_prompt: str | None = None) -> Session:
@@ -188,7 +188,7 @@ class Session(Window):
         execution = self._execution and (*self._execution[:2], branch.id)
         base = (self._base[0] + self.core.operations, self._base[1])
         branch._start(self._runtime, execution, base, self.notes)
-        branch.core.observers = (*(o for o in branch.core.observers if o != self.tell), branch.tell)
+        branch.core.observers = (*(o for o in branch.core.observers if o != self._observe), branch._observe)
         return branch
 
     def adopt(self, branch: Window | Mapping[str, Any], *, force: bool = False) -> None:
@@ -226,8 +226,8 @@ class Session(Window):
             known_ids |= {p.id for p in branch_state.placed}
         return self.extend(new)
 
-    def tell(self, event: Event) -> None:
-        """Write an operation to the run's custom stream."""
+    def _observe(self, event: Event) -> None:
+        """Delete what a forgotten chunk has left, keep the last ask, and write an operation to the run's custom stream."""
         if event.op == "forget":
             for placement in event.ids:
                 forget(self.engine.repo, placement)
@@ -324,7 +324,7 @@ def open_window(
             watcher.watch(session)
         elif watcher is not None:
             session.observe(watcher)
-    session.observe(session.tell)
+    session.observe(session._observe)
     session.report_dropped(extras.get("dropped", ()))
     session.report_losses(opened)
     return session
