@@ -116,12 +116,12 @@ def refused(config: Any, processor: bool | None = None) -> str:
 
     ``processor``: whether vLLM computes on one; None asks this machine.
     """
-    from ctxwin.engines.encoding.families import both_ways
+    from ctxwin.engines.encoding.families import bidirectional_layers
     from ctxwin.kv.config import all_slide
 
     unknown = next((REFUSED[name] for name in getattr(config, "architectures", None) or () if name in REFUSED), "")
     if unknown:
         return unknown
-    if both_ways(config) and (on_a_processor() if processor is None else processor):
+    if bidirectional_layers(config) and (on_a_processor() if processor is None else processor):
         return "vLLM's attention on a processor lets no token see those behind it, as the tokens of this model's pictures do"
     return "vLLM drops what left the window of a model whose layers all slide" if all_slide(config) else ""

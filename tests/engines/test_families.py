@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from ctxwin.doctor.models import assess
 from ctxwin.engines.base import Engine
-from ctxwin.engines.encoding.families import both_ways
+from ctxwin.engines.encoding.families import bidirectional_layers
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.kv.config import sliding_window
 from ctxwin.store import Store
@@ -195,7 +195,7 @@ def test_doctor_says_what_opening_does(name: str, folders: Callable[[str], Path]
     found = assess(folders(name))  # which other tests here open
     assert found.standing == "tested" and "hf" in found.engines, found
     sees = name in ("gemma3", "gemma4", "gemma4_experts")
-    if sees and both_ways(AutoConfig.from_pretrained(folders(name))):
+    if sees and bidirectional_layers(AutoConfig.from_pretrained(folders(name))):
         assert found.engines == ("hf",) and "lets no token see those behind it" in found.reason
     if sliding_window(AutoConfig.from_pretrained(folders(name))):
         assert "tokens only" in found.layout

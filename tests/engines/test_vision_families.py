@@ -249,7 +249,7 @@ def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
 def test_tokens_of_a_picture_see_those_behind_them(name: str, folders: Callable[[str], Path]) -> None:
     """In all layers or in those that slide, forward as far as a picture reaches; never across two pictures, never cut."""
     engine = opened(folders(name))
-    told = engine.decoder.both_ways
+    told = engine.decoder.bidirectional
     assert told == {"gemma3": "all", "gemma4": "sliding"}[name]
     encoded, query = shown(engine), engine.encode_query(QUERY)
     (media,) = encoded[1].media
@@ -257,9 +257,9 @@ def test_tokens_of_a_picture_see_those_behind_them(name: str, folders: Callable[
     fed = engine.inputs(encoded)
     assert fed.pictures is not None and fed.pictures.unique().tolist() == [-1, 0, 1]
     seen = engine.logits(laid(encoded), query)
-    engine.decoder.both_ways = ""
+    engine.decoder.bidirectional = ""
     assert float((engine.logits(laid(encoded), query) - seen).abs().max()) > 1e-3
-    engine.decoder.both_ways = told
+    engine.decoder.bidirectional = told
     span, last = engine.prefill([], encoded[1], 0), media.offset + media.tokens
     for cut in (media.offset + 1, last - 1):
         layout = [Segment(encoded[1], 0, span, recompute=((cut, encoded[1].tokens),))]

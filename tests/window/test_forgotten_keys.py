@@ -148,8 +148,8 @@ def on(engine: Any, store: str, tenant: str = "") -> Engine:
     vars(view).update(vars(engine))
     view.store = open_store(store, tenant=tenant)
     view.repo = SpanRepository(view.store, engine.spec.identity, spec=engine.spec.kv)
-    checkpoint, identity = engine.encoder.checkpoint, engine.spec.identity
-    view.encoder = Encoder(checkpoint, identity, view.repo, engine._see, engine.decoder.positions, engine.counters)
+    parts = engine._encode_media, engine.decoder.positions, engine.counters
+    view.encoder = Encoder(engine.encoder.checkpoint, engine.spec.identity, view.repo, *parts)
     return view
 
 

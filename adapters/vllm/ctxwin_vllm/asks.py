@@ -238,7 +238,7 @@ class AskRunner:
             alone = (recurrent and segment.capture) or (self._kv.maps and i <= last_mapped)
             if not segment.available and (span_follows or alone):
                 run = [j for j in range(i + 1) if not segments[j].available]
-                prefix, rest = self._core.inputs.end_at(segments, i + 1, self._core.uncut)
+                prefix, rest = self._core.inputs.end_at(segments, i + 1, self._core.whole_media)
                 part = Ask(rest, Sampling(max_tokens=1), ask.salt, background=ask.background, builder=ask.builder)
                 run_namespace = namespace
                 if rest is not None and any(s.approximate for s in segments):
@@ -267,7 +267,7 @@ class AskRunner:
         ]
         ids, media = join([segment.encoded for segment in segments])
         merged = any(segment.merged for segment in canonical)
-        whole = merged or core.uncut or any(map(is_closed, media))
+        whole = merged or core.whole_media or any(map(is_closed, media))
         loads = [replace(segment, start=segment.start - base) for segment in canonical]
         offsets = [0, *itertools.accumulate(segment.tokens for segment in canonical)]
         requests = []
@@ -276,7 +276,7 @@ class AskRunner:
             prompt, shown, space = ids[:end], [m for m in media if m.offset < end], CacheNamespace(f"{salt}-{begin}")
             if whole:
                 front = [*canonical[: gap.start], *segments[gap.start :]]
-                prefix, rest = core.inputs.end_at(front, gap.stop, core.uncut)
+                prefix, rest = core.inputs.end_at(front, gap.stop, core.whole_media)
                 if merged:
                     part = Ask(rest, Sampling(max_tokens=1), space.salt, background=ask.background, builder=ask.builder)
                     self.run_one(generation, prefix, base, part, gap, space)

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +36,7 @@ from ctxwin_vllm.prefix_record import PrefixRecord
 from ctxwin_vllm.relocation import refusal
 from ctxwin_vllm.stage_outputs import StageOutputs
 from ctxwin_vllm.transport import PARAM, LocalTransport, SharedMemoryTransport, Transport
-from ctxwin_vllm.vision import Vision, remote, see
+from ctxwin_vllm.vision import Vision, encode_media, remote
 
 if TYPE_CHECKING:
     import asyncio
@@ -144,12 +145,12 @@ class Core:
     Attributes:
         model: the path or hub name it was opened with.
         inputs: renders prompts and counts positions.
-        see: one run of the vision tower.
+        encode_media: one run of the vision tower, or of the audio tower.
         vision: whether it sees images.
         max_tokens: tokens that a prompt and its answer may have.
         block_size: tokens of a block of its paged cache; has_prefix_cache: whether those stay; prefixes: which do.
         max_positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
-        uncut: whether a prompt must not end in a picture, as where a picture's tokens see those behind them.
+        whole_media: whether a prompt must not end in a picture, as where a picture's tokens see those behind them.
         on_gpu: whether it computes on GPUs.
         min_load: `RequestMeta.min_load` of exact KV: on a GPU a background load costs more than to compute less than a block.
         shortens: whether answers drop slots within one request; else each few tokens are a request.
@@ -186,7 +187,7 @@ class Core:
         self._users = 0
         self._segments: set[str] = set()  # shared memory of processes that it started
         self._lock = threading.Lock()
-        self.see: Vision = self._see_here
+        self.encode_media: Vision = self._encode_media_here
         if isinstance(transport, LocalTransport):
             worker = internals.worker_of(cast("StepDriver", driver).llm)
             model_here = worker.get_model()
@@ -204,11 +205,7 @@ class Core:
                 transport.step = driver.step
             else:
                 transport.step = lambda: driver.rpc("ctxwin_step")
-
-            def capture_queries(on: bool) -> None:
-                driver.rpc("ctxwin_queries", on)
-
-            transport.capture_queries = capture_queries
+            transport.capture_queries = cast("Any", partial(driver.rpc, "ctxwin_queries"))
             transport.remember_segments(folders.segments())
             parallel = driver.config.parallel_config
             transport.ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
@@ -217,9 +214,9 @@ class Core:
             if outputs:
                 driver.rpc("ctxwin_outputs")
             self.inputs = Inputs(config, driver.renderer, internals.bare_model(config), files=True)
-            self.see = remote(driver.rpc, transport.path)
+            self.encode_media = remote(driver.rpc, transport.path)
         whole = driver.config.scheduler_config.disable_chunked_mm_input or getattr(config, "is_mm_prefix_lm", False)
-        self.uncut = bool(whole) or self.inputs.marked
+        self.whole_media = bool(whole) or self.inputs.marked
         self.vision = self.inputs.multimodal and checkpoint.media is not None
         if self.inputs.multimodal:
             internals.share_item_entry(driver.engine, self.inputs.prefix)
@@ -237,8 +234,7 @@ class Core:
         checkpoint, kv, outputs = _read_model(model, options)
         if processes is None:
             processes = "multi" if startup.ranks(options) > 1 else "single"
-        transport: Transport
-        transport = LocalTransport(kv) if processes == "single" else SharedMemoryTransport(kv)
+        transport: Transport = LocalTransport(kv) if processes == "single" else SharedMemoryTransport(kv)
         driver, previous = None, folders.segments()
         try:
             options = {"dtype": kv.dtype, **options}
@@ -273,8 +269,7 @@ class Core:
         dtype, cache = str(config.model_config.dtype), config.cache_config.cache_dtype
         checkpoint, kv = read_model(model, dtype, cache, transport.kv.maps, config.model_config.trust_remote_code)
         transport.kv = replace(kv, identity=outputs_identity(kv.identity, transport.keeps_outputs))
-        driver: Driver
-        driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))
+        driver: Driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))
         try:
             core = cls(model, checkpoint, driver, transport, transport.keeps_outputs)
             core.check_relocation()
@@ -371,7 +366,7 @@ class Core:
         for reason in filter(None, reasons):
             raise UnsupportedModel(f"{self.model} cannot be served: {reason}")
 
-    def _see_here(self, pixels: torch.Tensor, grids: torch.Tensor, heard: bool = False) -> torch.Tensor:
-        driver = self.driver
-        assert isinstance(driver, StepDriver)
-        return driver.call(lambda: see(self.inputs.model, driver.config.model_config.hf_config, pixels, grids, heard))
+    def _encode_media_here(self, inputs: torch.Tensor, grids: torch.Tensor, *, audio: bool = False) -> torch.Tensor:
+        driver = cast("StepDriver", self.driver)
+        model, config = self.inputs.model, driver.config.model_config.hf_config
+        return driver.call(lambda: encode_media(model, config, inputs, grids, audio=audio))

@@ -155,7 +155,7 @@ class VLLMEngine(EncodingEngine):
             self.store: Store = open_store("memory:", tenant=tenant) if store is None else store
             self.repo = SpanRepository(self.store, kv.identity, spec=kv, behind=core.on_gpu)
             self.counters = EngineCounters()
-            vision, positions = core.see if core.vision else None, core.inputs.positions
+            vision, positions = core.encode_media if core.vision else None, core.inputs.positions
             shared = (self.repo, vision, positions, self.counters, core.max_tokens)
             self.encoder = Encoder(core.checkpoint, kv.identity, *shared)
             self.prompts = EnginePrompts(core, tenant, kv.identity, self.encoder)

@@ -33,13 +33,13 @@ def _requests(prompts: EnginePrompts, call: Call, blocks: set[bytes]) -> Iterato
     last = max((i for i, segment in enumerate(segments) if segment.span is not None), default=0)
     for i in range(last):
         if segments[i].gap and (runs := gap_runs([s.gap for s in segments], i)):
-            rests = [prompts.core.inputs.end_at(segments, run.stop, prompts.core.uncut)[1] for run in runs]
+            rests = [prompts.core.inputs.end_at(segments, run.stop, prompts.core.whole_media)[1] for run in runs]
             at_once = [j for run in runs for j in run]
             yield sum(segments[j].tokens for j in at_once) + sum(rest.tokens for rest in rests if rest is not None)
             for j in at_once:
                 segments[j] = replace(segments[j], span=call.placeholder)
         elif segments[i].span is None and segments[i + 1].span is not None:
-            prefix, rest = prompts.core.inputs.end_at(segments, i + 1, prompts.core.uncut)
+            prefix, rest = prompts.core.inputs.end_at(segments, i + 1, prompts.core.whole_media)
             run_namespace = namespace
             if rest is not None and any(s.approximate for s in segments):
                 run_namespace = prompts.namespace(prefix, digest(call.salt, "rest", i))

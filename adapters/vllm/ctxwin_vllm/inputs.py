@@ -56,14 +56,14 @@ def is_closed(medium: MediaSpan) -> bool:
 
 
 def cut_medium(
-    prefix: Sequence[Encoded], suffix: Sequence[Encoded], model: Any, marked: bool, uncut: bool
+    prefix: Sequence[Encoded], suffix: Sequence[Encoded], model: Any, marked: bool, whole_media: bool
 ) -> tuple[MediaSpan, MediaSpan, Encoded] | None:
     """Return the medium that the end of ``prefix`` cuts, its shortened form for vLLM, and the tokens that must follow; else None.
 
     Models count positions by whole rows of a picture and whole frames of a video, and some look for the token that closes a
     medium (``marked``: of every kind). So the prompt goes on to the end of the row or frame, which makes a smaller medium with
     the same positions, or to the end of a video with its sound; a sound alone becomes a shorter one. Where nothing needs that
-    (``uncut``) the whole medium may reach beyond it.
+    (``whole_media``) the whole medium may reach beyond it.
     """
     ids, media = join(prefix)
     last = max(media, key=lambda m: m.offset + m.tokens, default=None)
@@ -74,7 +74,7 @@ def cut_medium(
     following, following_media = join(suffix)
     if sound_follows or last.sound:
         return last, last, _rest_of_sound(len(ids), last, following, following_media)
-    if not uncut and not is_closed(last):
+    if not whole_media and not is_closed(last):
         return None
     inside, (frames, height, width) = len(ids) - last.offset, last.grid_thw
     each = last.tokens // frames
@@ -171,14 +171,14 @@ class Inputs:
         positions, delta = self.model.get_mrope_input_positions([0] * 8, [])
         return not int(delta) and bool((np.asarray(positions) == np.arange(8)).all())
 
-    def end_at(self, segments: Sequence[Segment], end: int, uncut: bool) -> tuple[list[Segment], Encoded | None]:
+    def end_at(self, segments: Sequence[Segment], end: int, whole_media: bool) -> tuple[list[Segment], Encoded | None]:
         """Return the segments before ``end``, and the tokens that must follow them where ``end`` cuts a medium.
 
-        A prompt may end in most media, which then reach beyond it, unless they must stay ``uncut`` (`Core.uncut`).
+        A prompt may end in most media, which then reach beyond it, unless they must be whole (`Core.whole_media`).
         """
         prefix = list(segments[:end])
         encoded = [segment.encoded for segment in segments]
-        medium_cut = cut_medium(encoded[:end], encoded[end:], self.model, self.marked, uncut)
+        medium_cut = cut_medium(encoded[:end], encoded[end:], self.model, self.marked, whole_media)
         if medium_cut is None:
             return prefix, None
         (medium, cut, rest), begin = medium_cut, 0

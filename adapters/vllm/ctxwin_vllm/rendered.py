@@ -141,10 +141,10 @@ class RenderedPrompt:
         media = [(medium, medium.offset) for medium in self.media if medium.offset < tokens]
         return build_input(self.ids[:tokens], media, self.salt)
 
-    def boundary(self, tokens: int, *, uncut: bool) -> int:
-        """Return where to end a prefix of so many tokens, or more; ``uncut``: in no picture, nor between one and its marks."""
-        ends = (m.offset + m.tokens + 1 for m in self.media if uncut and m.offset <= tokens <= m.offset + m.tokens)
-        return next(ends, tokens)
+    def boundary(self, tokens: int, *, whole_media: bool) -> int:
+        """Return where to end a prefix of so many tokens, or more; ``whole_media``: in none, nor between one and its marks."""
+        media = self.media if whole_media else ()
+        return next((m.offset + m.tokens + 1 for m in media if m.offset <= tokens <= m.offset + m.tokens), tokens)
 
 
 def build_input(ids: Sequence[int], media: Sequence[tuple[Medium, int]], salt: str) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from ctxwin_vllm.relocation import TOKENS, refusal
 from ctxwin_vllm.stage_outputs import StageOutputs
 from ctxwin_vllm.transport import PARAM, connect
 
-_PIXELS, _SEEN = "see-", "seen-"
+_INPUTS, _EMBEDDINGS = "media-", "encoded-"
 _PIXELS_ONLY = ("kimi_k25", "kimi_vl", "paddleocr_vl")
 
 Vision = Callable[..., "torch.Tensor"]
-"""``(pixels, grids int64 [items, 3]) -> embeddings [tokens, width]`` of all items in order, on the CPU.
+"""``(inputs, grids int64 [items, 3]) -> embeddings [tokens, width]`` of all items in order, on the CPU.
 
-With a third argument ``heard=True`` the pixels are the spectrogram ``[bins, frames]`` of one sound.
+Inputs are pixels; with ``audio=True`` the spectrogram ``[bins, frames]`` of one sound.
 """
 
 
@@ -32,26 +32,28 @@ def takes_pixels_only(config: Any) -> bool:
     return family is not None and (family.tiles or family.marks or str(config.model_type) in _PIXELS_ONLY)
 
 
-def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor, heard: bool = False) -> torch.Tensor:
+def encode_media(
+    model: Any, config: Any, inputs: torch.Tensor, grids: torch.Tensor, *, audio: bool = False
+) -> torch.Tensor:
     """Run a model's vision tower, for images and videos alike, or its audio tower.
 
     Args:
         model: vLLM's.
         config: its Hugging Face config.
-        pixels: as the family's processor gives them, of all items.
+        inputs: pixels as the family's processor gives them, of all items.
         grids: int64 ``[items, 3]``, the grid (t, h, w) of each.
-        heard: whether it is a spectrogram instead of pixels.
+        audio: whether they are a spectrogram instead.
 
     Returns:
         Embeddings ``[tokens, hidden * (1 + D)]`` of all items in order, on the CPU, in the model's dtype; D as in
         `ctxwin.engines.hf.model.Inputs`.
     """
     like = next(model.parameters())
-    inputs = pixels.to(device=like.device, dtype=like.dtype)
+    inputs = inputs.to(device=like.device, dtype=like.dtype)
     config = text_backbone(config)
     family = FAMILIES[str(config.model_type)]
     kwargs: dict[str, Any]
-    if heard:
+    if audio:
         mask = torch.ones(1, inputs.shape[-1], dtype=torch.int64, device=like.device)
         kwargs = {"input_audio_features": inputs, "audio_feature_lengths": grids[:, 2], "feature_attention_mask": mask}
     elif family.tiles and family.marks:
@@ -61,7 +63,7 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor, hear
         kwargs = {"pixel_values": inputs, "images_spatial_crop": torch.ones(len(grids), 2, dtype=torch.int64)}
     elif family.square:
         kwargs = {"pixel_values": inputs, "num_patches": torch.ones(len(inputs), dtype=torch.int64)}
-    elif is_clip(config, pixels):
+    elif is_clip(config, inputs):
         kwargs = {"pixel_values_videos": inputs[None]}
     elif family.marks:
         kwargs = {"pixel_values": inputs, "image_sizes": grids[:, 1:]}
@@ -120,20 +122,20 @@ class WorkerExtension:
             assert endpoint.paged is not None
             endpoint.outputs = StageOutputs(self.model_runner, endpoint.paged)
 
-    def ctxwin_see(self, source: str, target: str, heard: bool) -> None:
-        """Read pixels (or a spectrogram: ``heard``) and grids from ``source``, write embeddings to ``target``.
+    def ctxwin_encode_media(self, source: str, target: str, audio: bool) -> None:
+        """Read pixels (or a spectrogram: ``audio``) and grids from ``source``, write embeddings to ``target``.
 
         Every rank runs the tower, the first one writes. Raises ValueError for files outside the transport's folder: a server
         may let its clients call methods of workers.
         """
         folder = Path(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM])
-        for path, prefix in ((Path(source), _PIXELS), (Path(target), _SEEN)):
+        for path, prefix in ((Path(source), _INPUTS), (Path(target), _EMBEDDINGS)):
             if path.parent != folder or not path.name.startswith(prefix):
-                raise ValueError(f"files of ctxwin_see must be {folder}/{prefix}..., got {path}")
+                raise ValueError(f"files of ctxwin_encode_media must be {folder}/{prefix}..., got {path}")
         tensors, _ = codec.decode_tensors(Path(source).read_bytes())
         if pipeline()[0]:
             return  # the tower is in the first stage
-        embeddings = see(self.get_model(), self.model_config.hf_config, tensors["pixels"], tensors["grids"], heard)
+        embeddings = encode_media(self.get_model(), self.model_config.hf_config, **tensors, audio=audio)
         if tensor_parallel()[0] == 0:
             write_file(Path(target), codec.encode_tensors({"embeddings": embeddings}))
 
@@ -141,12 +143,12 @@ class WorkerExtension:
 def remote(rpc: Callable[..., list[Any]], folder: Path) -> Vision:
     """Return a `Vision` that runs in vLLM's workers; ``rpc`` is `Driver.rpc`, ``folder`` its files' folder."""
 
-    def run(pixels: torch.Tensor, grids: torch.Tensor, heard: bool = False) -> torch.Tensor:
+    def run(inputs: torch.Tensor, grids: torch.Tensor, *, audio: bool = False) -> torch.Tensor:
         name = secrets.token_hex(8)
-        source, target = folder / f"{_PIXELS}{name}", folder / f"{_SEEN}{name}"
+        source, target = folder / f"{_INPUTS}{name}", folder / f"{_EMBEDDINGS}{name}"
         try:
-            write_file(source, codec.encode_tensors({"pixels": pixels, "grids": grids}))
-            rpc("ctxwin_see", str(source), str(target), heard)
+            write_file(source, codec.encode_tensors({"inputs": inputs, "grids": grids}))
+            rpc("ctxwin_encode_media", str(source), str(target), audio)
             return codec.decode_tensors(target.read_bytes())[0]["embeddings"].clone()
         finally:
             source.unlink(missing_ok=True)

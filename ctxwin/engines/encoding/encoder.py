@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from ctxwin.store.spans import SpanRepository
 
 Vision = Callable[..., Any]
-"""``(pixels, grids int64 [n, 3]) -> embeddings [tokens, width]`` of all n items, in order.
+"""``(inputs, grids int64 [n, 3]) -> embeddings [tokens, width]`` of all n items, in order.
 
-With ``heard=True`` the first argument is the spectrogram ``[bins, frames]`` of one sound instead of pixels.
+Inputs are pixels; with ``audio=True`` the spectrogram ``[bins, frames]`` of one sound.
 """
 Positions = Callable[[Sequence[int], Sequence[MediaSpan]], "tuple[np.ndarray, int]"]
 """``(token_ids, media) -> (int64 [3, T] starting at 0, position of a text token that would follow)``."""
@@ -252,7 +252,7 @@ class Encoder:
             ids += [*self.tokens.content(stamp), *self._mark(tokens.start)] if marked else lead
             token_ids = self._picture_ids(grid) if family.marks and not native else [pad] * rows
             words = tuple(i for i, token in enumerate(token_ids) if token != pad)
-            kind, whole = "video" if native else "image", bool(families.both_ways(checkpoint.config))
+            kind, whole = "video" if native else "image", bool(families.bidirectional_layers(checkpoint.config))
             media.append(MediaSpan(kind, key, len(ids), len(token_ids), grid, seconds, words, whole))
             ids += token_ids
             ids += self._mark(tokens.end) if marked else tail
@@ -357,7 +357,7 @@ class Encoder:
         except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
             raise BadMedia(f"the model's processor refused {part.media} of shape {part.shape}: {error}") from error
         is_sound = part.media == "audio"
-        embeddings = self._vision(pixels, grids, heard=True) if is_sound else self._vision(pixels, grids)
+        embeddings = self._vision(pixels, grids, audio=True) if is_sound else self._vision(pixels, grids)
         self._counters.vision_encodes += 1
         sizes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
         if len(sizes) != len(keys):

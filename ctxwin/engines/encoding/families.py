@@ -41,7 +41,7 @@ class Family:
             of its tiles (SmolVLM) or opening and closing marks (Gemma 3), or their number follows from no grid (LLaVA).
         square: every picture is scaled to one size, whatever its own (Gemma 3).
         listed: a picture's patches come as a list, padded to one length, with the position of each (Gemma 4).
-        both_ways: in which layers tokens of a picture see later ones: "" none, "all" (Gemma 3), "sliding" (Gemma 4's larger
+        bidirectional: in which layers tokens of a picture see later ones: "" none, "all" (Gemma 3), "sliding" (Gemma 4's larger
             models).
         sound: it takes audio, and its files hold a speaking part beside the text backbone (`text_backbone`). The processor is
             called as a whole, since its settings for videos and sound differ from those of its parts.
@@ -53,7 +53,7 @@ class Family:
     marks: bool = False
     square: bool = False
     listed: bool = False
-    both_ways: Literal["", "all", "sliding"] = ""
+    bidirectional: Literal["", "all", "sliding"] = ""
     sound: bool = False
 
 
@@ -75,7 +75,7 @@ FAMILIES = {
     "mistral3": Family(marks=True),
     "smolvlm": Family(tiles=True, marks=True),
     "idefics3": Family(tiles=True, marks=True),
-    "gemma3": Family(marks=True, square=True, both_ways="all"),
+    "gemma3": Family(marks=True, square=True, bidirectional="all"),
     "deepseek_ocr2": Family(marks=True),
     "deepseek_vl": Family(marks=True),
     "deepseek_vl_v2": Family(marks=True),
@@ -84,7 +84,7 @@ FAMILIES = {
     "llava_next": Family(marks=True),
     "llava_next_video": Family(video=True, marks=True),
     "llava_onevision": Family(video=True, marks=True),
-    "gemma4": Family(marks=True, listed=True, both_ways="sliding"),
+    "gemma4": Family(marks=True, listed=True, bidirectional="sliding"),
     "qwen2_5_omni_thinker": Family(video=True, sound=True),
     "qwen3_omni_moe_thinker": Family(video=True, sound=True),
 }
@@ -117,7 +117,7 @@ def family_of(config: Any) -> Family | None:
     return FAMILIES[kind]
 
 
-def both_ways(config: Any) -> str:
+def bidirectional_layers(config: Any) -> str:
     """Return the layers in which tokens of a picture see later ones; see `Family`.
 
     A config may switch it off, by vLLM's own name for the setting; Gemma 4's configs declare it.
@@ -126,7 +126,7 @@ def both_ways(config: Any) -> str:
     if family is None or not getattr(config, "is_mm_prefix_lm", True):
         return ""
     declared = getattr(text_config(config), "use_bidirectional_attention", None) == "vision"
-    return family.both_ways if declared or family.both_ways != "sliding" else ""
+    return family.bidirectional if declared or family.bidirectional != "sliding" else ""
 
 
 def patches_per_token(config: Any, image_processor: Any) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from ctxwin.engines.base import EngineSpec
 from ctxwin.engines.encoding.checkpoint import Checkpoint
-from ctxwin.engines.encoding.families import both_ways, run_tower
+from ctxwin.engines.encoding.families import bidirectional_layers, run_tower
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf import recurrent
 from ctxwin.engines.outputs import concat_outputs, rows_of
@@ -77,17 +77,17 @@ class Decoder:
     Attributes:
         device: where it computes.
         window: window of its sliding layers; None for a model without.
-        both_ways: see `ctxwin.engines.encoding.families.both_ways`.
+        bidirectional: see `ctxwin.engines.encoding.families.bidirectional_layers`.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str, dtype: str, spec: EngineSpec) -> None:
         self.device, self._model = hf_model.load(checkpoint, device, dtype)
         self.spec, self._checkpoint, self._dtype = spec, checkpoint, getattr(torch, dtype)
-        self.window, self.both_ways = sliding_window(checkpoint.config), both_ways(checkpoint.config)
+        self.window, self.bidirectional = sliding_window(checkpoint.config), bidirectional_layers(checkpoint.config)
         self._last_output: Any = None  # the latest output of its layers
         if spec.outputs:
             self.model.get_decoder().register_forward_hook(self._capture_output)
-        self._hears = checkpoint.family is not None and checkpoint.family.sound
+        self._takes_audio = checkpoint.family is not None and checkpoint.family.sound
         self._deep = hf_model.deep_layers(checkpoint.config)
         self._attention = attention_layers(checkpoint.config)
         self._own_inputs = bool(getattr(checkpoint.text_config, "hidden_size_per_layer_input", None))
@@ -265,7 +265,7 @@ class Decoder:
         """Run T tokens at ``positions [3, T]`` and put the logits of the last ``keep`` into ``done``; see `hf_model.masks`."""
         past, new = self.slots(done), int(fed.embeds.shape[0])
         text, head = self.model.get_decoder(), self.model.get_output_embeddings()
-        mask = hf_model.masks(self.model, past, new, self.window, fed.pictures, self.both_ways != "sliding", gaps)
+        mask = hf_model.masks(self.model, past, new, self.window, fed.pictures, self.bidirectional != "sliding", gaps)
         places = positions.to(self.device)
         run: dict[str, Any] = dict(
             inputs_embeds=fed.embeds[None],
@@ -280,7 +280,7 @@ class Decoder:
         if self.spec.kv.recurrent:
             out = text(**{**run, "attention_mask": {"full_attention": mask, "linear_attention": None}})
             logits = head(out.last_hidden_state[:, -keep:])
-        elif fed.deep is None and not self._hears:
+        elif fed.deep is None and not self._takes_audio:
             logits = self.model(**run, logits_to_keep=keep).logits
         else:  # the whole model takes such features from pixels only, its decoder takes them as they are
             if fed.deep is not None:
@@ -338,7 +338,7 @@ class Decoder:
                 media_rows.append(([at + media.offset + i for i in places], stored))
         for places, _ in media_rows:
             ids[places] = self._checkpoint.text_config.pad_token_id or 0  # as transformers has it for media
-        return replace(hf_model.inputs(words, media_rows, self._deep, bool(self.both_ways)), ids=ids)
+        return replace(hf_model.inputs(words, media_rows, self._deep, bool(self.bidirectional)), ids=ids)
 
     def words(self, ids: torch.Tensor) -> torch.Tensor:
         """Return word embeddings ``[T, hidden]`` of ids ``[T]``."""
@@ -350,11 +350,11 @@ class Decoder:
     def _capture_output(self, module: Any, args: Any, output: Any) -> None:
         self._last_output = output
 
-    def see(self, pixels: Any, grids: Any, heard: bool = False) -> torch.Tensor:
-        """Run the vision tower, or the audio tower if ``heard``: embeddings ``[tokens, hidden * (1 + D)]`` of all items."""
+    def encode_media(self, inputs: Any, grids: Any, *, audio: bool = False) -> torch.Tensor:
+        """Run the vision tower, or the audio tower if ``audio``: embeddings ``[tokens, hidden * (1 + D)]`` of all items."""
         with torch.no_grad():
-            if heard:
-                features = pixels[None].to(self.device, self._dtype)
+            if audio:
+                features = inputs[None].to(self.device, self._dtype)
                 mask = torch.ones_like(features[:, 0], dtype=torch.int64)
                 tower = self.model.get_audio_features
                 embeddings = tower(features, feature_attention_mask=mask, return_dict=True).last_hidden_state
@@ -362,7 +362,7 @@ class Decoder:
                 return embeddings
             family = self._checkpoint.family
             assert family is not None
-            inputs_on_device = pixels.to(self.device, self._dtype), grids.to(self.device)
+            inputs_on_device = inputs.to(self.device, self._dtype), grids.to(self.device)
             features_of_items = run_tower(self.model, family, self._checkpoint.config, *inputs_on_device)
             deep = getattr(features_of_items, "deepstack_features", None) or ()
             # The model's own order, which is vLLM's too: input embeddings first, then layer by layer. Items are separate, or in

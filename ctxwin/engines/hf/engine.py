@@ -102,7 +102,7 @@ class HFEngine(EncodingEngine):
             _log.info("%s attends eagerly: fused attention leaves out what its config asks for", model)
         check_relocation(kv, self._probe, max(1, min(_FAR, self.spec.max_tokens - _PROBED)))
         self.counters = EngineCounters()  # the measurement does not count as work
-        vision = self._see if sees else None
+        vision = self._encode_media if sees else None
         self.encoder = Encoder(checkpoint, identity, self.repo, vision, self.decoder.positions, self.counters, longest)
         _log.info("transformers engine: %s (%s) on %s, %s", model, checkpoint.config.model_type, device, name)
 
@@ -331,9 +331,9 @@ class HFEngine(EncodingEngine):
         """The projection of the decoder's normed hidden states to logits."""
         return self.decoder.model.get_output_embeddings()
 
-    def _see(self, pixels: Any, grids: Any, heard: bool = False) -> torch.Tensor:
+    def _encode_media(self, inputs: Any, grids: Any, *, audio: bool = False) -> torch.Tensor:
         with self._turn(), self._lock:
-            return self.decoder.see(pixels, grids, heard)
+            return self.decoder.encode_media(inputs, grids, audio=audio)
 
     def _probe(self, start: int) -> SpanKV:
         """Compute KV of tokens spread over the vocabulary at ``start``; see `check_relocation`."""

@@ -81,10 +81,10 @@ class OnVLLM(EngineConformance):
         sliced, ends = rendered("sliced"), set[int]()
         middles = {medium.offset + medium.tokens // 2 for medium in sliced.media}
         for end in sorted({*range(core.block_size, len(ids), core.block_size), *middles}):
-            ends.add(end := sliced.boundary(end, uncut=core.uncut))
+            ends.add(end := sliced.boundary(end, whole_media=core.whole_media))
             run(sliced.prefix(end))
         inside = [end for end in ends if any(m.offset < end < m.offset + m.tokens for m in sliced.media)]
-        assert bool(inside) != core.uncut
+        assert bool(inside) != core.whole_media
         at_once, last = run(rendered("at once").engine_input), run(sliced.engine_input)
         blocks = (len(ids) - 1) // core.block_size if core.has_prefix_cache else 0
         assert at_once.num_cached_tokens == 0 and last.num_cached_tokens == blocks * core.block_size

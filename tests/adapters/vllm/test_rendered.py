@@ -159,8 +159,8 @@ def test_a_prefix_ends_in_a_picture_only_where_it_may() -> None:
     (medium,) = prompt.media
     for end in range(1, len(prompt.ids) + 1):
         inside = medium.offset <= end <= medium.offset + medium.tokens
-        assert prompt.boundary(end, uncut=False) == end
-        assert prompt.boundary(end, uncut=True) == (medium.offset + medium.tokens + 1 if inside else end)
+        assert prompt.boundary(end, whole_media=False) == end
+        assert prompt.boundary(end, whole_media=True) == (medium.offset + medium.tokens + 1 if inside else end)
 
 
 def test_a_chats_time_to_its_first_token_teaches_prices_where_it_ran_alone() -> None:

@@ -89,15 +89,15 @@ def test_the_tower_reads_and_writes_in_the_spool_alone(tmp_path: Path, outside: 
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={PARAM: str(transport)}))
     worker: Any = WorkerExtension()
     worker.vllm_config = config
-    source, target = transport / "see-a", transport / "seen-a"
+    source, target = transport / "media-a", transport / "encoded-a"
     for folder in (transport, other):
         folder.mkdir()
-        (folder / "see-a").write_bytes(codec.encode_tensors({"pixels": torch.zeros(1), "grids": torch.zeros(1)}))
+        (folder / "media-a").write_bytes(codec.encode_tensors({"inputs": torch.zeros(1), "grids": torch.zeros(1)}))
     for wrong in (other / "x", transport / ".." / "other" / "x", transport / "span-a"):
         given = {"source": source, "target": target} | {outside: wrong}
-        with pytest.raises(ValueError, match="files of ctxwin_see"):
-            worker.ctxwin_see(str(given["source"]), str(given["target"]), False)
-    assert [path.name for path in other.iterdir()] == ["see-a"]
+        with pytest.raises(ValueError, match="files of ctxwin_encode_media"):
+            worker.ctxwin_encode_media(str(given["source"]), str(given["target"]), False)
+    assert [path.name for path in other.iterdir()] == ["media-a"]
 
 
 class Feature:

@@ -125,4 +125,4 @@ def test_files_that_are_lost(engine: Any, content: bytes | None) -> None:
 def test_nothing_is_left_of_ended_requests(engine: Any) -> None:
     ask(engine, laid(encoded(engine, [8])), "left")
     names = [path.name for path in engine._core.transport.path.iterdir()]
-    assert not [name for name in names if name.startswith(("job-", "seen-", "out-", "error-", "see-"))]
+    assert not [name for name in names if name.startswith(("job-", "media-", "out-", "error-", "encoded-"))]

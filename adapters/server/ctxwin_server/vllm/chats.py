@@ -126,7 +126,7 @@ class ChatClient:
         end = prediction.reached = prediction.reached or common_prefix(prediction.prompt, ids) // block * block
         while rendered is not None and end < last and not prediction.cancelled and not self._service.busy(apart_from=1):
             end = min(last, (end // block + max(1, ahead.slice_tokens(self._pace) // block)) * block)
-            end, began, cached = rendered.boundary(end, uncut=engine.core.uncut), time.monotonic(), 0
+            end, began, cached = rendered.boundary(end, whole_media=engine.core.whole_media), time.monotonic(), 0
             part, name = rendered.prefix(end), f"{request_id}-{end}"
             with engine.core.driver.counted(background=True):
                 async with aclosing(self._generate(part, sampling, name, options)) as outputs:

@@ -107,12 +107,11 @@ class SharedMemoryTransport(Transport):
             self.path = Path(tempfile.mkdtemp(prefix=f"{folders.PREFIX}{os.getpid()}-", dir=root))
             lock = os.open(self.path / folders.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            free = shutil.disk_usage(self.path).free
+            self.max_bytes = min(MAX_BYTES, shutil.disk_usage(self.path).free // 2)
         except OSError as error:
             raise EngineFailed(f"the shared-memory folder {str(root)!r} must be writable: {error}") from error
         self.kv = kv
         self.source = watchdog.Lifeline(str(self.path))
-        self.max_bytes = min(MAX_BYTES, free // 2)
         self.alive: Callable[[], bool] = lambda: True  # set by the engine: whether vLLM's processes still run
         # Set by the engine: returns between two later steps of all workers.
         self.step: Callable[[], object] = lambda: None
