@@ -120,7 +120,7 @@ class Decoder:
         config = self._checkpoint.text_config if self.spec.kv.recurrent else None
         return ForwardPass(DynamicCache(config=config), embed, counters, tokens, slices)
 
-    def fill(
+    def extend(
         self, done: ForwardPass, segments: Sequence[Segment], keep: int = 1, stopped: Callable[[], bool] | None = None
     ) -> None:
         """Load or compute ``segments`` after the cached ones: neighbours with a span share a load, others a forward, and so do
@@ -322,7 +322,7 @@ class Decoder:
             EngineFailed: the embeddings have another model's shape.
         """
         ids = torch.tensor([i for encoded in encodeds for i in encoded.token_ids], dtype=torch.int64)
-        words = self.words(ids)
+        embeddings = self.embed_tokens(ids).embeds
         starts = itertools.accumulate((encoded.tokens for encoded in encodeds), initial=0)
         media_rows = []
         for at, encoded in zip(starts, encodeds, strict=False):
@@ -334,18 +334,17 @@ class Decoder:
                 if stored.shape[0] == media.tokens - len(media.words):
                     stored = stored[rows]
                 if media.modality == "audio":  # the layers add nothing for sound
-                    stored = torch.nn.functional.pad(stored, (0, self._deep * int(words.shape[1])))
+                    stored = torch.nn.functional.pad(stored, (0, self._deep * int(embeddings.shape[1])))
                 media_rows.append(([at + media.offset + i for i in places], stored))
         for places, _ in media_rows:
             ids[places] = self._checkpoint.text_config.pad_token_id or 0  # as transformers has it for media
-        return replace(hf_model.inputs(words, media_rows, self._deep, bool(self.bidirectional)), ids=ids)
+        return replace(hf_model.inputs(embeddings, media_rows, self._deep, bool(self.bidirectional)), ids=ids)
 
-    def words(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return word embeddings ``[T, hidden]`` of ids ``[T]``."""
+    def embed_tokens(self, ids: torch.Tensor) -> hf_model.Inputs:
+        """Return the decoder inputs of text, with ids ``[T]``."""
         with torch.no_grad():
             rows = self.model.get_input_embeddings()(ids.to(self.device))
-        assert isinstance(rows, torch.Tensor)
-        return rows
+        return hf_model.Inputs(rows, ids=ids)
 
     def _capture_output(self, module: Any, args: Any, output: Any) -> None:
         self._last_output = output

@@ -170,9 +170,9 @@ class HFEngine(EncodingEngine):
         with self._turn(background=True), self._lock:
             done = self._begin([*context, Segment(target, start)])
             self.decoder.check([*context, Segment(target, start)])
-            self.decoder.fill(done, context)
+            self.decoder.extend(done, context)
             with hf_model.capture_attention(self.text_model, target.tokens) as sums:
-                self.decoder.fill(done, [Segment(target, start)])
+                self.decoder.extend(done, [Segment(target, start)])
             done.usable_logits()
             done.add_to(tally)
             span = self.decoder.span(done, done.slices[-1], target.positions, start)
@@ -242,10 +242,10 @@ class HFEngine(EncodingEngine):
                 self.decoder.check([*layout, tail])
             done = self._begin(layout)
             try:
-                self.decoder.fill(done, layout, 1, stopped)
+                self.decoder.extend(done, layout, 1, stopped)
                 for (_, answer), tail in zip(answers, tails, strict=True):
                     states_before = states_of(done.cache) if self.spec.kv.recurrent else {}
-                    self.decoder.fill(done, [tail], len(answer) + 1, stopped)
+                    self.decoder.extend(done, [tail], len(answer) + 1, stopped)
                     self.decoder.remove_last(done, tail.tokens, states_before)
                     scores.append(hf_model.score_answer(done.usable_logits(), answer, best))
             finally:
@@ -273,7 +273,7 @@ class HFEngine(EncodingEngine):
                     raise AnswerStopped("the engine is wanted for other work")
                 ids = torch.tensor(answer[begin : begin + sampling.hold_every])
                 places = torch.arange(at + begin, at + begin + len(ids)).expand(3, -1)
-                self.decoder.feed(done, hf_model.Inputs(self.decoder.words(ids), ids=ids), places, len(ids))
+                self.decoder.feed(done, self.decoder.embed_tokens(ids), places, len(ids))
                 rows.append(done.usable_logits())
                 if (slots := schedule.append(len(ids))) is not None:
                     hf_model.select_slots(done.cache, slots)
@@ -310,7 +310,7 @@ class HFEngine(EncodingEngine):
         """Load or compute ``segments``, the last of which has no span; ``room`` tokens will be generated after them."""
         done = self._begin(segments)
         self.decoder.check(segments, room)
-        self.decoder.fill(done, segments)
+        self.decoder.extend(done, segments)
         done.usable_logits()
         return done
 
@@ -385,7 +385,7 @@ class HFEngine(EncodingEngine):
                 if len(generation.token_ids) >= sampling.max_tokens:
                     return fed
                 ids = torch.tensor([token])
-                self.decoder.feed(done, hf_model.Inputs(self.decoder.words(ids), ids=ids), torch.full((3, 1), at + fed))
+                self.decoder.feed(done, self.decoder.embed_tokens(ids), torch.full((3, 1), at + fed))
                 fed += 1
                 logits = done.last
                 if schedule is not None and (slots := schedule.append(1)) is not None:
