@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain, compress, count, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from ctxwin.kv.layout import KVSpec
 
 Has = Callable[[str], bool]
+Memos = Mapping[str, ServedMemo]
+OfLoad = Callable[[int, str, str], float]
 _EXACTLY = Fidelity("exact")
 MAX_ORBIT = 64
 """Most antecedents of an orbit patch; a mean over orders of more says nothing about any of them."""
@@ -82,7 +84,7 @@ def choose(
     fidelity: Fidelity,
     has: Has,
     prices: Prices | None = None,
-    memo: Mapping[str, ServedMemo] | None = None,
+    memo: Memos | None = None,
     engine: Engine | None = None,
     previous: Sequence[Choice] = (),
     unchanged: int = 0,
@@ -166,13 +168,7 @@ SAVES_SHARE = 0.25
 
 
 def _unchanged(
-    old: Choice,
-    premises: Premises,
-    joins: bool,
-    offset: int,
-    memo: Mapping[str, ServedMemo],
-    prices: Prices,
-    of_load: Callable[[int, str, str], float],
+    old: Choice, premises: Premises, joins: bool, offset: int, memo: Memos, prices: Prices, of_load: OfLoad
 ) -> Choice | None:
     """Return an earlier choice of a chunk that has the same prefix, at its price now; None where it must be made anew."""
     kv, tokens = old.conditioning, old.entry.tokens
@@ -215,7 +211,7 @@ def _admissible(
     differences: Differences | None,
     fidelity: Fidelity,
     has: Has,
-    memo: Mapping[str, ServedMemo],
+    memo: Memos,
 ) -> Iterator[Choice]:
     """Yield all admissible choices for a chunk, in order; a forward comes last."""
     if not entry.conditioned or fidelity.mode == "blind":
@@ -223,8 +219,7 @@ def _admissible(
         yield Choice(entry, "canonical", prefix, conditioning, form_canonical=not has(conditioning.span))
         return
 
-    here = prefix.computed(entry.chunk_id, "resident")
-    previous = entry.kv
+    here, previous = prefix.computed(entry.chunk_id, "resident"), entry.kv
     lane: Lane = "formed" if entry.seen and fidelity.mode != "exact" else "computed"
     exactly = span_key(here.provenance)
     if fidelity.allows("resident") and has(exactly):
@@ -238,23 +233,30 @@ def _admissible(
         if fidelity.allows("resident") and has(here.span):  # computed behind the same clean views
             yield Choice(entry, "resident", prefix, here)
     else:
+        earlier = memo.get(prefix.contents_with(entry))
+        keys = [earlier.conditioning.span, earlier.conditioning.patch] if earlier else []
+        allowed = earlier and fidelity.allows(earlier.lane) and (earlier.lane != "survivor" or fidelity.keeps_survivors)
+        earlier = earlier if allowed and all(has(key) for key in keys if key) else None
+        if previous and earlier and previous.provenance != here.provenance == earlier.conditioning.provenance:
+            previous = earlier.conditioning  # its own, until an ask in other surroundings: behind a clean view, say
         reusable = previous if previous and has(previous.span) and has(previous.patch or previous.span) else None
         if reusable and reusable.slots is not None and not fidelity.allows("merged"):
             reusable = None
-        gaps = survival.of(entry, prefix.antecedents) if reusable else None
-        edited = differences.of(entry, prefix.length) if reusable and differences else None
+        latest = reusable is not None and reusable is entry.kv
+        gaps = survival.of(entry, prefix.antecedents) if latest else None
+        edited = differences.of(entry, prefix.length) if latest and differences else None
         same = previous is not None and previous.provenance == here.provenance
         removes = fidelity.survivors == "removal" and previous and not previous.slots and has(previous.span)
         if previous and removes and (gaps or same or _changed_little(previous, prefix)):
             # The residue of a patch over it consists of what its base absorbed.
             absorbed = interval_union(here.absorbed, previous.absorbed)
             here = here.model_copy(update={"base": previous.span, "absorbed": absorbed})
+        patches = partial(_patches, state, entry, prefix, here, canonical_key(state, entry.chunk_id)[1], fidelity, has)
+        if gaps and not (same or gaps[0] or gaps[1]) and any(patches()):
+            gaps = None  # none has left: it was computed behind a clean view, and a patch for what is in front now is better
         yield from _own_kv(entry, prefix, here, reusable, gaps, edited, fidelity, has)
-        yield from _patches(state, entry, prefix, here, canonical_key(state, entry.chunk_id)[1], fidelity, has)
-        earlier = memo.get(prefix.contents_with(entry))
-        keys = [earlier.conditioning.span, earlier.conditioning.patch] if earlier else []
-        allowed = earlier and fidelity.allows(earlier.lane) and (earlier.lane != "survivor" or fidelity.keeps_survivors)
-        if earlier and allowed and all(has(key) for key in keys if key):
+        yield from patches()
+        if earlier:
             reuse = Choice(entry, earlier.lane, prefix, earlier.conditioning, reused=True)
             yield replace(reuse, not_attended=earlier.not_attended, evicted_antecedents=earlier.evicted_antecedents)
         if fidelity.allows("partial"):
@@ -447,11 +449,8 @@ def steps_of(
     rest = (i for i, c in enumerate(choices[standing:], standing) if c.compute or c.partial_base is not None)
     loaded = next(rest, len(choices))
     layout.append((selection.ends[loaded - 1] - prompt_tokens if loaded else 0, None))
-    layout += [
-        (tokens, c.partial_base is not None if compute else None)
-        for c in choices[loaded:]
-        for tokens, compute in c.parts
-    ]
+    pieces = ((c.partial_base is not None, *part) for c in choices[loaded:] for part in c.parts)
+    layout += [(tokens, is_partial if compute else None) for is_partial, tokens, compute in pieces]
     layout = [(tokens, gap) for tokens, gap in layout if tokens]  # an empty system prompt is neither
     gaps = [gap for _, gap in layout]
     total = computed = until = 0
