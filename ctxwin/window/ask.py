@@ -47,8 +47,9 @@ class AskOptions(SamplingOptions, total=False):
     """Options of `Window.ask`, `stream`, `aask` and `astream` beside query and length; None leaves the default.
 
     Attributes:
-        remember: append the exchange as a chunk, with the KV of this very pass. An answer that the chat template writes
-            differently in an earlier turn (Qwen3's drops thinking) is remembered as written there, and computed so.
+        remember: append the exchange as a chunk, with the KV of this very pass; without, to be computed later, where the end of
+            its turn exceeds what the engine takes. An answer that the chat template writes differently in an earlier turn
+            (Qwen3's drops thinking) is remembered as written there, and computed so.
         logprobs: how many log-probabilities of the first token to return; -1 for the whole vocabulary.
         stop: texts or token ids that end the answer and are no part of it.
         json_schema: the answer is JSON of this schema.
@@ -312,12 +313,9 @@ def check_budget(state: State, query: int, max_tokens: int) -> None:
     """Raise BudgetExceeded if system prompt, chunks, query and answer do not fit together."""
     needed = state.tokens + query + max_tokens
     if needed > state.budget:
-        raise BudgetExceeded(
-            f"system prompt and chunks ({state.tokens} tokens), query ({query}) and answer ({max_tokens}) must fit the "
-            f"budget of {state.budget}, got {needed}; slide() the window, shorten the query or lower max_tokens",
-            needed=needed,
-            budget=state.budget,
-        )
+        told = f"system prompt and chunks ({state.tokens} tokens), query ({query}) and answer ({max_tokens}) must fit the budget"
+        told += f" of {state.budget}, got {needed}; slide() the window, shorten the query or lower max_tokens"
+        raise BudgetExceeded(told, needed=needed, budget=state.budget)
 
 
 def _usage(core: WindowCore, prompt: _PreparedAsk, generation: Generation, total_s: float, **ahead: int) -> Usage:
@@ -362,12 +360,11 @@ def _with_exchange(
     """Append the exchange with the KV of the same pass; only the turn's closing tokens are computed."""
     question, layout = prompt.question, prompt.layout
     chunk, encoded = exchange(core.engine, question.query, ids, question.after)
-    entry = core.place(state, chunk)
+    entry, prefix = core.place(state, chunk), layout.end(state)
     start = state.system_prompt_advance + sum(p.advance for p in state.placed)
-    prefix = layout.end(state)
-    conditioning = prefix.computed(chunk.id, "computed")
-    span = generation.query_span
-    if span is not None:
+    conditioning, span = prefix.computed(chunk.id, "computed"), generation.query_span
+    # What ends its turn may exceed the engine: then all of it is computed later, when other chunks have left.
+    if span is not None and state.tokens + encoded.tokens < core.engine.spec.max_tokens:
         # Without what follows a stop text, or the first token that is remembered otherwise (thinking, a placeholder of media).
         computed = (*prompt.query.token_ids, *ids)
         same = takewhile(lambda pair: pair[0] == pair[1], zip(computed, encoded.token_ids, strict=False))

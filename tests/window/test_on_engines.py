@@ -18,6 +18,7 @@ from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.engines.sampling import Sampling
 from ctxwin.engines.segments import Segment
+from ctxwin.errors import BudgetExceeded
 from ctxwin.store import codec
 from ctxwin.tiny import world
 from ctxwin.window.ask import kl
@@ -348,6 +349,19 @@ def test_remembering_captures_what_a_prefill_would_compute(engine: Engine) -> No
         assert window.chunks[-1].lane == "resident"
         assert window.chunks[-1].exact
         ask_exactly(engine, window, QUESTIONS[1], 1e-4)
+
+
+def test_what_is_remembered_up_to_the_limit_is_computed_later(engine: Engine) -> None:
+    most, query = engine.spec.max_tokens, engine.encode_query(QUESTIONS[0]).tokens
+    with window_on(engine, "exact", n=1) as window:
+        (token,) = engine.encode(Chunk.text("a")).token_ids
+        window.append(Chunk.tokens([token] * (most - window.tokens - query - 2)))
+        answer = window.ask(QUESTIONS[0], max_tokens=2, remember=True)
+        assert answer.text and answer.remembered == window.ids[-1] and window.tokens > most - 2
+        with pytest.raises(BudgetExceeded, match="slide"):
+            window.ask(QUESTIONS[1])
+        window.evict(window.ids[1])
+        assert ask_exactly(engine, window, QUESTIONS[1], 1e-4).usage.exact
 
 
 def test_usage_counts_what_went_through_a_forward(engine: Engine) -> None:
