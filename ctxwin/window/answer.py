@@ -81,7 +81,7 @@ class BrokenCall:
 
 @dataclass(frozen=True)
 class LookUp:
-    """A look-up of an answer: labels of the placed passages, and the number of matches that did not fit."""
+    """A look-up of an answer: labels of the passages that are placed, and the number of matches that did not fit."""
 
     library: str
     query: str

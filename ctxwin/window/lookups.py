@@ -112,15 +112,10 @@ class LookUps:
                 raise UnsupportedModel("the chat template ends tool results with special tokens, which no query holds")
             after, goes_on = turn.opening, len(earlier) < MOST
         part_question = replace(
-            question,
-            query=turn.tail if earlier else question.query,
-            bare=bool(earlier),
-            sampling=replace(question.sampling, max_tokens=self._remaining_tokens(earlier)),
-            libraries=(),
-            tools=(),
+            question, query=turn.tail if earlier else question.query, bare=bool(earlier), libraries=(), tools=(),
+            sampling=replace(question.sampling, max_tokens=self._remaining_tokens(earlier)), after=after,
             remember=(lambda text: not self._ended and bool(self._calls(text))) if goes_on else False,
-            after=after,
-        )
+        )  # fmt: skip
         return window.answer(part_question, on_token=on_token and self._relay(on_token, earlier), stopped=stopped)
 
     def _remaining_tokens(self, parts: Sequence[Answer]) -> int:
@@ -143,7 +138,7 @@ class LookUps:
         return relay
 
     def _place_matches(self, talk: AskableWindow, call: ToolCall, reserve: int) -> LookUp:
-        """Place the matches of a call that fit the budget, or a note that there are none."""
+        """Place the matches of a call that fit the budget and are not placed yet, or a note that there are none."""
         name, query = call.arguments.get("library"), call.arguments.get("query")
         library = self._libraries.get(str(name)) or (next(iter(self._libraries.values())) if name is None else None)
         if library is None or not isinstance(query, str) or not query.strip():
@@ -154,15 +149,20 @@ class LookUps:
             view = self._views[library.name] = library.view(self.versions.get(library.name) or None)
             self.versions[library.name] = view.version
         matches = self._views[library.name].find(query, HITS, talk.core.engine)
-        chunks = []
+        state = before = talk.core.state
+        shown, labels = {entry.chunk_id for entry in state.placed}, list[str]()
         for chunk in matches:
-            state = talk.core.state
-            if state.tokens + talk.core.engine.encode(chunk).tokens + reserve <= state.budget:
+            if chunk.id not in shown:
+                if state.tokens + talk.core.engine.encode(chunk).tokens + reserve > state.budget:
+                    continue
                 talk.append(chunk)
-                chunks.append(chunk)
-        if not chunks:
-            talk.append(Chunk.text("There is no room for what was found." if matches else "Nothing was found."))
-        return LookUp(library.name, query, tuple(chunk.label or "" for chunk in chunks), len(matches) - len(chunks))
+                state = talk.core.state
+            labels.append(chunk.label or "")
+        left_out = len(matches) - len(labels)
+        if state is before:
+            note = "What was found is shown above already." if matches else "Nothing was found."
+            talk.append(Chunk.text("There is no room for what was found." if left_out else note))
+        return LookUp(library.name, query, tuple(labels), left_out)
 
     def _join(self, parts: Sequence[Answer], done: Sequence[LookUp]) -> Answer:
         """Return the parts as one answer; look-ups are listed beside its text and are no part of it."""

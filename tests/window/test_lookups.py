@@ -118,9 +118,10 @@ def test_what_is_remembered_stays_and_its_library_keeps_its_version(engine: Engi
         assert window.ids[: len(before)] == before and window.ids[-1] == made.remembered
         assert window.core.state.libraries == {"manuals": shelf.view().version}
         shelf.add(b"The pump is never oiled.", "pump.txt", replace=True)
-        window.ask("And now?", 300, libraries=[shelf])
+        again = window.ask("And now?", 300, libraries=[shelf])
         shown = scripted(window).prompts[-1]
-        assert "never" not in shown and shown.count(FACTS["pump"]) == 2
+        assert "never" not in shown and shown.count(FACTS["pump"]) == 1, "what is placed already is not placed again"
+        assert "shown above already" in shown and again.looked_up == made.looked_up
         window.evict(made.remembered or "")
         window.check()
 
