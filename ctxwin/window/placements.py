@@ -44,11 +44,8 @@ def initial_state(engine: Engine, system_prompt: str, budget: int, fidelity: Fid
     check_unicode("system_prompt", system_prompt)
     encoded = engine.encode_system_prompt(system_prompt)
     if encoded.tokens >= budget:
-        raise BudgetExceeded(
-            f"budget must exceed the system prompt's {encoded.tokens} tokens, got {budget}",
-            needed=encoded.tokens + 1,
-            budget=budget,
-        )
+        told = f"budget must exceed the system prompt's {encoded.tokens} tokens, got {budget}"
+        raise BudgetExceeded(told, needed=encoded.tokens + 1, budget=budget)
     return State(
         engine=_identity(engine), system_prompt=system_prompt, system_prompt_tokens=encoded.tokens,
         system_prompt_advance=encoded.advance, budget=budget, fidelity=fidelity,
@@ -81,12 +78,9 @@ def new_placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Plac
     encoded = engine.encode(chunk)
     alone = state.system_prompt_tokens + encoded.tokens
     if alone > state.budget:
-        raise BudgetExceeded(
-            f"a chunk must fit the budget of {state.budget} tokens beside the system prompt "
-            f"({state.system_prompt_tokens}), got a chunk of {encoded.tokens}; raise the budget or split it",
-            needed=alone,
-            budget=state.budget,
-        )
+        told = f"a chunk must fit the budget of {state.budget} tokens beside the system prompt ({state.system_prompt_tokens})"
+        told += f", got a chunk of {encoded.tokens}; raise the budget or split it"
+        raise BudgetExceeded(told, needed=alone, budget=state.budget)
     keep_source(engine, chunk)
     return Placed(
         id=f"{state.arrivals}-{digest('placement', seed, state.arrivals, chunk.id)[:6]}", chunk=chunk.light(),
@@ -117,7 +111,10 @@ def rebind(engine: Engine, state: State, patch_name: str) -> State:
     """
     _check(state)
     system_prompt, same = engine.encode_system_prompt(state.system_prompt), state.engine == _identity(engine)
-    state = state.replace(engine=_identity(engine), budget=min(state.budget, engine.spec.max_tokens))
+    budget, mark = min(state.budget, engine.spec.max_tokens), state.low_water
+    if isinstance(mark, int):
+        mark = max(1, mark * budget // state.budget)
+    state = state.replace(engine=_identity(engine), budget=budget, low_water=mark)
     state = state.replace(system_prompt_tokens=system_prompt.tokens, system_prompt_advance=system_prompt.advance)
     contents = {p.id: p.chunk.id for p in (*state.placed, *state.evicted)}
     arrivals = Numbers({p.id: p.arrival for p in (*state.placed, *state.evicted)})

@@ -498,7 +498,7 @@ class Window(WindowReader):
         retrieval: Retrieval | None = None,
         seed: str | None = None,
     ) -> Self:
-        """A window from a snapshot (model, dict or JSON), on any engine.
+        """A window from a snapshot (model, dict or JSON), on any engine; budget and mark shrink to what that takes.
 
         KV, patches and embeddings are found in the engine's store or recomputed from the sources. On another model the
         chunks are encoded again. With a ``seed`` the same edits give the same placement ids, so that an operation can be

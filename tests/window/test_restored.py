@@ -41,6 +41,18 @@ def test_restoring_on_another_model_encodes_again(engine: FakeEngine, window: Wi
     assert other.counters.vision_encodes == 1
 
 
+def test_a_mark_keeps_its_share_of_a_smaller_engine() -> None:
+    for mark, restored in ((200, 50), (0.5, 50), ("auto", "auto"), (1, 1)):
+        with Window(FakeEngine(max_tokens=400), "hd", low_water=mark) as window:
+            window.extend([Chunk.text("a" * 20) for _ in range(6)])
+            again = Window.restore(FakeEngine(max_tokens=100), window.snapshot())
+            assert (again.budget, again.snapshot().low_water) == (100, restored)
+            if mark == 200:
+                again.slide()
+                assert again.tokens <= 50
+            again.close()
+
+
 def test_lost_kv_is_recomputed_and_counted(engine: FakeEngine, window: Window) -> None:
     expected = window.ask("q", max_tokens=3).token_ids
     engine.repo.delete(window.snapshot().placed[1].kv.span)  # type: ignore[union-attr]
