@@ -135,7 +135,7 @@ class PlanEntry:
     Attributes:
         offset: index of its first token in the prompt; ``start``: position of its origin.
         compute: tokens a forward would run for it.
-        bytes: KV bytes that would be brought in.
+        bytes: KV bytes that would be brought in, at most; see `Plan`.
         exact: whether it equals a re-prefill; depth: length of the chain of approximations behind it.
         ms: what that costs on this engine, estimated from its calls so far.
         not_attended: placement ids in front that its KV has not absorbed; evicted_antecedents: ids it absorbed that are not in
@@ -196,8 +196,9 @@ class Plan:
         steps: the engine's requests in order; those of one ask run one after the other, those of several windows
             together.
         computed_tokens: tokens of system prompt and chunks that would run a forward.
-        repair_tokens: further tokens that re-forming every kept approximation (`Window.maintenance.refresh`) would run.
-        bytes: KV bytes that would be brought in.
+        repair_tokens: further tokens that re-forming every approximation behind that ask (`Window.maintenance.refresh`) would
+            run, those that it computes behind others or in part included.
+        bytes: KV bytes that would be brought in, at most: vLLM loads nothing that its own cache holds.
         salted: whether something is approximate: it and what stands behind it are kept apart from the engine's exact
             prefix cache.
         ms: milliseconds up to the first token, what the query's own tokens take apart; a chunk's share stands in its entry.
@@ -246,11 +247,11 @@ class Plan:
     @property
     def repair_tokens(self) -> int:
         """Further tokens that forming every approximation anew would run."""
-        return sum(e.tokens for e in self.entries if not e.exact and e.conditioned and not e.compute)
+        return sum(e.tokens for e in self.entries if not e.exact and e.conditioned)
 
     @property
     def bytes(self) -> int:
-        """KV bytes that would be brought in."""
+        """KV bytes that would be brought in, at most."""
         return sum(e.bytes for e in self.entries)
 
     @property
@@ -272,20 +273,16 @@ class Plan:
             f"{e.id:<12}{e.lane:<10}{e.tokens:>7}{e.compute:>9}{e.ms:>8.1f}{e.exact!s:>7}{e.depth:>7}"
             for e in self.entries
         ]
-        total = (
-            f"computes {self.computed_tokens} of {self.tokens} tokens in about {self.ms:.0f} ms; repairing everything: "
-            f"{self.repair_tokens} more"
-        )
+        total = f"computes {self.computed_tokens} of {self.tokens} tokens in about {self.ms:.0f} ms"
+        total += f"; repairing everything: {self.repair_tokens} more"
         if exact_only := [e.id for e in self.entries if e.exact_only]:
             total += f"\nfell back to exact after an audit: {', '.join(exact_only)}"
         if self.requests > 1:
             each = ", ".join(f"{step.computed} behind {step.reused} ({step.purpose})" for step in self.steps)
             total += f"\n{self.requests} requests: {each}"
         if self.sliding is not None:
-            total += (
-                f"\nsliding one by one computes about {self.sliding.one_by_one:.0f} tokens of chunks an ask; with a low-water "
-                f"mark of half, {self.sliding.halved.tokens:.0f}"
-            )
+            total += f"\nsliding one by one computes about {self.sliding.one_by_one:.0f} tokens of chunks an ask"
+            total += f"; with a low-water mark of half, {self.sliding.halved.tokens:.0f}"
         if self.reorder is not None:
             total += f"\nreordered; the order before with {len(self.reorder.copied)} copies appended: {self.reorder.copy} tokens"
         if self.prefilled_tokens:

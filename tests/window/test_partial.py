@@ -51,6 +51,20 @@ def test_files_of_a_library_are_linked_in_any_order(engine: FakeEngine) -> None:
     assert [e.lane for e in window.plan().entries] == ["partial"] * 4
 
 
+def test_the_plan_says_what_repairing_takes_behind_its_ask(engine: FakeEngine) -> None:
+    chunks = [clip(i) for i in range(2)]
+    library_of(engine, *chunks)
+    window = Window(engine, "header", fidelity=LINKED)
+    window.extend([*chunks, Chunk.text("new")])
+    assert [e.lane for e in window.plan().entries] == ["partial", "partial", "computed"]
+    expected = window.plan().repair_tokens
+    window.ask("q")
+    assert window.plan().repair_tokens == expected == 2 * 10 + 3
+    before = engine.counters.prefill_tokens
+    window.maintenance.refresh()
+    assert engine.counters.prefill_tokens - before == expected and window.plan().exact
+
+
 def test_what_is_linked_is_what_the_rule_says(engine: FakeEngine) -> None:
     """The KV of each token: in context for text and the head of a picture, the canonical for the rest."""
     from ctxwin.kv.relocate import relocate
