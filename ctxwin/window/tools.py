@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.errors import UnsupportedModel
+from ctxwin.errors import BudgetExceeded, UnsupportedModel
 from ctxwin.window import edits, lookups
 from ctxwin.window.answer import Answer, amend
 from ctxwin.window.lookups import LookUps
@@ -39,8 +39,13 @@ class ToolBranch:
         tools = (*question.tools, *([lookups.tool(question.libraries)] if question.libraries else []))
         session = LookUps(question, learn(window.core.engine), dict(window.core.state.libraries))
         with window.core.writing(edit=bool(question.remember), stopped=stopped) as state:
-            branch = self._synced_branch(window, tools)
-            answer, chunks = session.answer(branch, on_token, stopped)
+            try:
+                branch = self._synced_branch(window, tools)
+                answer, chunks = session.answer(branch, on_token, stopped)
+            except BudgetExceeded as error:
+                shown = window.core.engine.encode_system_prompt(_system_prompt(window, tools))
+                more = f"{shown.tokens - state.system_prompt_tokens} tokens show the tools (of libraries, too): offer fewer"
+                raise BudgetExceeded(f"{error}; {more}", needed=error.needed, budget=error.budget) from error
             window.core.audits.due = branch.core.audits.due
             if question.remember is True or (question.remember and question.remember(answer.text)):
                 count = len(state.placed)
@@ -59,14 +64,10 @@ class ToolBranch:
 
     def _synced_branch(self, window: AskableWindow, tools: Sequence[Mapping[str, Any]]) -> AskableWindow:
         """Return the branch, with the chunks that ``window`` has now."""
-        own_prompt, definitions = window.core.state.system_prompt, [_validate_tool(tool) for tool in tools]
-        key = json.dumps([own_prompt, definitions])
+        key = json.dumps([window.core.state.system_prompt, *map(_validate_tool, tools)])
         if self._branch is None or self._key != key:
             self.close()
-            system_prompt = template_of(window.core.engine).system(own_prompt, json.loads(key)[1])
-            if not is_plain_text(window.core.engine, system_prompt):
-                raise UnsupportedModel("the chat template has special tokens for tools, which no system prompt holds")
-            self._branch, self._key = window.fork(system_prompt), key
+            self._branch, self._key = window.fork(_system_prompt(window, tools)), key
             with self._branch.core.writing() as state:
                 for entry in state.placed.pending:  # it follows the window, which may take its lazy edits back
                     state = edits.update_entry(state, entry.id, pending={})
@@ -78,6 +79,15 @@ class ToolBranch:
             names[own_entry.id] = entry.id
         self._branch.core.audits.answer_for(window.core.audits, names)
         return self._branch
+
+
+def _system_prompt(window: AskableWindow, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the window's system prompt with the tools, as the chat template shows them. Raises UnsupportedModel."""
+    own_prompt, definitions = window.core.state.system_prompt, json.loads(json.dumps([*map(_validate_tool, tools)]))
+    system_prompt = template_of(window.core.engine).system(own_prompt, definitions)
+    if not is_plain_text(window.core.engine, system_prompt):
+        raise UnsupportedModel("the chat template has special tokens for tools, which no system prompt holds")
+    return system_prompt
 
 
 def _validate_tool(tool: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
-from ctxwin.errors import ReadOnlyWindow, UnsupportedModel
+from ctxwin.errors import BudgetExceeded, ReadOnlyWindow, UnsupportedModel
 from engines.scripted import ScriptedEngine
 from engines.tool_models import write_tool_model
 from window.fake import FakeEngine
@@ -98,6 +99,17 @@ def test_what_cannot_be_offered_is_refused_and_changes_nothing(engine: Engine) -
             with pytest.raises(ValueError, match="tools must be like"):
                 window.ask("Where?", tools=[bad])  # type: ignore[list-item]
         assert list(window.ids) == ids and window.ask("Where?", 4).text is not None
+        template = engine.template
+        assert template is not None
+        shown = engine.encode_system_prompt(template.system("You read logs.", [LOOK])).tokens
+        more = shown - engine.encode_system_prompt("You read logs.").tokens
+        for budget, message in ((shown + 9, "slide()"), (shown - 9, "budget must exceed")):
+            with (
+                Window(engine, "You read logs.", budget) as small,
+                pytest.raises(BudgetExceeded, match=re.escape(message)) as caught,
+            ):
+                small.ask("Where?", tools=[LOOK])
+            assert f"; {more} tokens show the tools" in str(caught.value)
     with pytest.raises(ReadOnlyWindow):
         window.ask("Where?", tools=[LOOK])
     with Window(FakeEngine(), "x") as plain, pytest.raises(UnsupportedModel, match="no chat template"):
