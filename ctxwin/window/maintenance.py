@@ -60,10 +60,13 @@ class Maintenance:
         """Compute now what the next `ask` would have to compute of the placed chunks; return their placement ids.
 
         For content that arrives before anybody asks: the answer then begins after a forward over its query. Runs behind what
-        others wait for. Raises EngineFailed, ChunkUnavailable. Cost: a forward over each of those chunks; no vision encode.
+        others wait for. Raises BudgetExceeded, EngineFailed, ChunkUnavailable. Cost: a forward over each of them; no encode.
         """
         work, done, assembly = Work(background=True), set[int](), self.core.assembly
         with self.core.writing(edit=False) as state:
+            if state.tokens >= (most := self.core.engine.spec.max_tokens):
+                told = f"system prompt and chunks must leave a question room in the engine's {most} tokens, got {state.tokens}"
+                raise BudgetExceeded(f"{told}; slide() the window", needed=state.tokens + 1, budget=most)
             state, fidelity = self.core.audits.with_fallbacks(state), self.core.fidelity
             while True:  # what is computed changes the lanes of what stands behind it: look again
                 layout = assembly.build_layout(state, fidelity, work)
@@ -110,11 +113,8 @@ class Maintenance:
             k, chosen = _orders(state, ids, orders, seed)
             needed = orbits.plan(self.core.assembly, state, k, chosen)["tokens"]
             if token_limit is not None and needed > token_limit:
-                raise BudgetExceeded(
-                    f"token_limit must be at least {needed} to prepare these chunks, got {token_limit}; name fewer, or orders",
-                    needed=needed,
-                    budget=token_limit,
-                )
+                told = f"token_limit must be at least {needed} to prepare these chunks, got {token_limit}; name fewer, or orders"
+                raise BudgetExceeded(told, needed=needed, budget=token_limit)
             work = Work(background=True)
             covered = orbits.prepare(self.core.assembly, state, k, chosen, self.core.fidelity, work)
             ids = [state.placed[i].id for i in covered]

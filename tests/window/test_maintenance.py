@@ -206,6 +206,15 @@ def test_a_prefill_that_can_load_nothing_computes_exact_kv(engine: FakeEngine, m
     assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
 
 
+def test_a_prefill_beyond_the_engine_says_what_to_do() -> None:
+    with Window(FakeEngine(max_tokens=20), "h", fidelity=Fidelity("exact")) as window:
+        window.extend([Chunk.text(text * 9) for text in "ab"])
+        with pytest.raises(BudgetExceeded, match=r"engine's 20 tokens, got 20; slide\(\)"):
+            window.maintenance.prefill()
+        window.slide(1)
+        assert window.maintenance.prefill() == [*window.ids]
+
+
 def test_prefill_ends_where_the_store_takes_nothing(engine: FakeEngine) -> None:
     engine.repo.put_span = lambda *_: False  # type: ignore[assignment,method-assign]
     window = Window(engine, "hd", fidelity=Fidelity("patched"))
