@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.audit import attach_audits
-from ctxwin.audit.evidence import Ledger
+from ctxwin.audit.evidence import EvidenceFile
 from ctxwin.engines.cost import CostModel
 from ctxwin.engines.results import Generation
 from ctxwin.engines.segments import Encoded, Segment
@@ -219,7 +219,7 @@ def test_a_clock_in_the_first_turn_leaves_the_others_their_kv_where_few_tokens_m
 def test_no_promoted_strategy_serves_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of promoted strategies are audited at random, those of chats are not: without a profile a chat is exact."""
     monkeypatch.setenv("CTXWIN_AUDITS", "1")
-    monkeypatch.setattr(Ledger, "promoted", lambda self, forbidden: "blind")
+    monkeypatch.setattr(EvidenceFile, "promoted", lambda self, forbidden: "blind")
     with FakeEngine() as engine:
         attach_audits(engine)
         with Window(engine, "s") as window:
