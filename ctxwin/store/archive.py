@@ -30,19 +30,16 @@ def write_archive(path: Path, store: Store, keys: Iterable[str]) -> tuple[int, i
     def parts() -> Iterator[bytes]:
         nonlocal count, size
         for key in keys:
-            value = store.get(key)
-            if value is not None:
+            if (value := store.get(key)) is not None:
                 head, tail = seal.close(key, value)
                 yield from (head, value, tail)
                 count, size = count + 1, size + len(value)
-        value = str(count).encode()
-        head, tail = seal.close(_END, value)
+        head, tail = seal.close(_END, value := str(count).encode())
         yield from (head, value, tail)
 
-    path = path.resolve()  # a link stays one
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file():  # before its links are followed: /dev/stdout leads to the pipe itself
         raise ValueError(f"an archive must be written to a file, got {str(path)!r}; choose another path")
-    atomic_write(path, parts(), mode=0o600)
+    atomic_write(path.resolve(), parts(), mode=0o600)  # a link stays one
     return count, size
 
 
@@ -76,8 +73,7 @@ def read_archive(
         except ForeignRecordError as error:
             raise BadMedia(
                 "an archive's records must be of this version and sealed with the key of the store that takes them, got "
-                f"{str(path)!r}: {error}; export them so, or name the key that they were sealed with (ctxwin store import "
-                "--sealed-with)"
+                f"{str(path)!r}: {error}; export them so, or name the key of the file (ctxwin store import --sealed-with)"
             ) from None
         except StoreCorrupt as error:
             raise BadMedia(f"an archive must be a whole file that `export` wrote, got {str(path)!r}: {error}") from None

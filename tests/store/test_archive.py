@@ -6,6 +6,8 @@ import io
 import json
 import os
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zipfile
 from contextlib import closing
@@ -44,6 +46,9 @@ def test_an_archive_is_its_owners_and_leaves_links_and_pipes_as_they_are(tmp_pat
     os.mkfifo(tmp_path / "pipe")
     refused = invoke("export", tmp_path / "store", tmp_path / "pipe")
     assert refused.exit_code and "must be written to a file" in refused.output and (tmp_path / "pipe").is_fifo()
+    arguments = [sys.executable, "-m", "ctxwin", "store", "export", tmp_path / "store", "/dev/stdout"]
+    piped = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert piped.returncode == 2 and "must be written to a file, got '/dev/stdout'" in piped.stderr
 
 
 def held(folder: Path) -> dict[str, bytes]:
