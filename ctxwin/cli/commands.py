@@ -38,6 +38,7 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a command; ValueError for one whose distribution is not installed."""
         name = args[0] if args else ""
+        stopping.begin(AFTER_CTRL_C.get(name, "nothing was left running"))
         if name in COMMAND_EXTRAS and self.get_command(ctx, name) is None:
             raise ValueError(f"{name} is not installed; run pip install 'ctxwin[{COMMAND_EXTRAS[name]}]'")
         return super().resolve_command(ctx, args)
@@ -47,7 +48,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            self._exit_stopped(ctx)
+            self._exit_stopped()
         except (CtxwinError, ValueError, OSError) as error:
             if isinstance(error, BrokenPipeError) and _reader_has_left():
                 raise  # nobody reads on, as behind `| head`: ends without a word
@@ -59,23 +60,22 @@ class Commands(TyperGroup):
             reported = explained or error
         except Exception as error:
             if stopping.pressed() and not isinstance(error, typer.Exit):
-                self._exit_stopped(ctx)
+                self._exit_stopped()
             # An unknown option carries the names that resemble it.
             if similar := getattr(error, "possibilities", None):
                 error.message = f"{error.message}. Did you mean {' or '.join(similar)}?"  # type: ignore[attr-defined]
                 error.possibilities = None  # type: ignore[attr-defined]
             raise
         if stopping.pressed():
-            self._exit_stopped(ctx)
+            self._exit_stopped()
         if ctx.params.get("debug"):
             raise reported
         typer.echo(f"error: {one_line(reported)}", err=True)
         disk_failed = isinstance(reported, OSError) and reported.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         raise typer.Exit(FAILED if disk_failed or isinstance(reported, _FAILURES) else BAD_INPUT)
 
-    def _exit_stopped(self, ctx: Any) -> NoReturn:
-        typer.echo(f"\nstopped; {AFTER_CTRL_C.get(ctx.invoked_subcommand, 'nothing was left running')}", err=True)
-        stopping.note_reported()
+    def _exit_stopped(self) -> NoReturn:
+        typer.echo(stopping.take_line(), err=True, nl=False)
         raise typer.Exit(stopping.status()) from None
 
 
@@ -89,8 +89,7 @@ def checked_mode(mode: str) -> Mode:
 
 
 def _reader_has_left() -> bool:
-    poll = select.poll()
-    poll.register(1, 0)
+    (poll := select.poll()).register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 

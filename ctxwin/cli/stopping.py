@@ -1,8 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP at any time: one plain line and exit status 130, 143 or 129, within `_PATIENCE_S`.
 
-Python raises KeyboardInterrupt wherever its main thread is. A C module that is being imported, a callback or a destructor may
-swallow it or turn it into another error, and cleaning up may take forever. The signal is therefore recorded, and the process
-is ended by force if it does not end in time.
+Python raises KeyboardInterrupt wherever its main thread is: an import, a callback or a destructor may swallow it or turn it into
+another error, and cleaning up may take forever. The signal is recorded, and a process that does not end in time ended by force.
 """
 
 import _thread
@@ -16,10 +15,9 @@ from ctxwin.process_exit import abandon, leave
 
 INTERRUPTED = 130
 _PATIENCE_S = 3.0
-_STOPPED = b"\nstopped\n"
 _PROCESS = os.getpid()
 _pressed = 0  # the signal's number
-_reported = False
+_line = "\nstopped\n"  # tells the user; "" once it is told
 
 
 def stop_imports(argv: list[str]) -> None:
@@ -27,7 +25,7 @@ def stop_imports(argv: list[str]) -> None:
 
     def stop(number: int, _: Any) -> NoReturn:
         if number == signal.SIGINT:
-            os.write(2, _STOPPED)
+            os.write(2, take_line().encode())
         os._exit(INTERRUPTED if number == signal.SIGINT else 0)
 
     signal.signal(signal.SIGINT, stop)
@@ -59,18 +57,23 @@ def accept() -> None:
     _pressed = 0
 
 
-def note_reported() -> None:
-    """Record that the stop has been reported to the user."""
-    global _reported
-    _reported = True
+def begin(advice: str) -> None:
+    """Set what a stop of the command that begins tells the user to do."""
+    global _line
+    _line = f"\nstopped; {advice}\n"
+
+
+def take_line() -> str:
+    """Return the line that reports the stop; "" where it was taken, by whichever thread ends the process."""
+    global _line
+    line, _line = _line, ""
+    return line
 
 
 def end() -> NoReturn:
     """End this process in order, and report the stop if that has not been done. Main thread only."""
     sys.stderr.flush()
-    if not _reported:
-        os.write(2, _STOPPED)
-        note_reported()
+    os.write(2, take_line().encode())
     leave(status())
 
 
@@ -93,6 +96,5 @@ def _watch() -> None:
 
 
 def _end_by_force() -> NoReturn:
-    if not _reported:
-        os.write(2, _STOPPED)
+    os.write(2, take_line().encode())
     abandon(status())
