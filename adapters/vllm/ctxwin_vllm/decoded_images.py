@@ -14,8 +14,7 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from ctxwin.store.lru import LRUCache
 
 NAME, VARIABLE = "ctxwin", "VLLM_MEDIA_CONNECTOR"
-ROOM = 256 << 20
-"""Bytes of decoded images that a server keeps, a hundred of 896 x 896 pixels."""
+ROOM = 256 << 20  # bytes of decoded images that a server keeps, a hundred of 896 x 896 pixels
 _decoded: LRUCache[Any] = LRUCache(ROOM)
 
 

@@ -31,10 +31,8 @@ from ctxwin.errors import EngineFailed
 from ctxwin_vllm import internals
 
 T = TypeVar("T")
-WATCH_S = 0.5
-"""How often to check that vLLM's engine process still runs."""
-SETTLE_S = 2.0
-"""How long vLLM may take to notice its death after a call of the workers has failed."""
+WATCH_S = 0.5  # how often to check that vLLM's engine process still runs
+SETTLE_S = 2.0  # how long vLLM may take to notice its death after a call of the workers has failed
 _serial = itertools.count()
 _turn, _next = threading.Lock(), threading.Lock()
 _running: weakref.WeakSet[Driver] = weakref.WeakSet()
@@ -426,9 +424,7 @@ class LoopDriver(Driver):
         if self._closed or llm is None:
             return EngineFailed(_CLOSED)
         if not self._loop.is_running():
-            return EngineFailed(
-                "the event loop that vLLM was started on has ended; close this engine and open a new one"
-            )
+            return EngineFailed("the event loop that vLLM was started on has ended; close this engine, open a new one")
         return llm.dead_error if llm.errored else None
 
     def close(self) -> None:

@@ -24,8 +24,7 @@ import torch
 from ctxwin.engines.vllm_support import TESTED
 from ctxwin.kv.config import text_backbone
 
-CHECKED = TESTED
-"""The minor versions of vLLM on which every function here was read and run."""
+CHECKED = TESTED  # the minor versions of vLLM on which every function here was read and run
 
 
 def in_process(engine: Any) -> bool:

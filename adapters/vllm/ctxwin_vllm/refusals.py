@@ -78,8 +78,7 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     reason += "; save the quantised checkpoint and open that"
     yield "quantization", "the checkpoint's own", repr(quantised), in_checkpoint, reason
     coder = getattr(model, "is_encoder_decoder", False)
-    reason = "cross-attention KV is no prefix"
-    yield "the model", "a decoder", "an encoder with a decoder", not coder, reason
+    yield "the model", "a decoder", "an encoder with a decoder", not coder, "cross-attention KV is no prefix"
     runner = getattr(model, "runner_type", "generate")
     yield "runner", "'generate'", repr(runner), runner == "generate", "there is no answer to ask a window for"
     dummy = str(config.load_config.load_format) == "dummy"

@@ -21,10 +21,8 @@ from ctxwin_vllm import internals
 from ctxwin_vllm.draft_model import DraftModelKV
 from ctxwin_vllm.paged import PagedKV
 
-TOKENS = 16
-"""Tokens that are computed at two places."""
-FAR = 997
-"""The second place, or the last at which the tokens fit the model's context."""
+TOKENS = 16  # tokens that are computed at two places
+FAR = 997  # the second place, or the last at which the tokens fit the model's context
 
 
 def refusal(

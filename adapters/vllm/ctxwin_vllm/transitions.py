@@ -25,8 +25,7 @@ from ctxwin.engines import vllm_support as versions
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.states import transition
 
-HOOKED = ("0.32", "0.33")
-"""Minor versions of vLLM whose recurrent layers were read, and are hooked in the tests."""
+HOOKED = ("0.32", "0.33")  # minor versions of vLLM whose recurrent layers were read, and are hooked in the tests
 _Gates = Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 _UNHOOKED = "_ctxwin_unhooked"
 

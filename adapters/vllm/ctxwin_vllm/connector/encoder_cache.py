@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_SLACK = 64
-"""Tokens by which vLLM's count of computed tokens may lag behind its next schedule."""
+_SLACK = 64  # tokens by which vLLM's count of computed tokens may lag behind its next schedule
 _log = logging.getLogger("ctxwin.engines")
 
 

@@ -30,8 +30,7 @@ SAVE_BYTES = 16 << 20
 """KV that is read back in one step: a request that comes meanwhile waits for that much only, or for one chunk that is larger."""
 BACKLOG = 8
 """Where more reads wait, an eighth of them runs in each step, so that blocks are not kept faster than they are read."""
-STEPS = 8
-"""Steps within which a failed synchronous load is reported; more than vLLM has in flight at once."""
+STEPS = 8  # steps within which a failed synchronous load is reported; more than vLLM has in flight at once
 
 
 @dataclass

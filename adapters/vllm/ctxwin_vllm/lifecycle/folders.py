@@ -23,10 +23,8 @@ from typing import Any
 import numpy as np
 import psutil  # ships no types
 
-PREFIX = "ctxwin-"
-"""How a transport's folder is called: this, its owner's process number, and something random."""
-LOCK = "lock"
-"""A file that the folder's owner keeps locked."""
+PREFIX = "ctxwin-"  # how a transport's folder is called: this, its owner's process number, and something random
+LOCK = "lock"  # a file that the folder's owner keeps locked
 SEGMENTS = "segments.json"
 """A file that names what vLLM's processes keep in shared memory, for when all of them are killed with their owner."""
 _FOLDER = "/dev/shm/"

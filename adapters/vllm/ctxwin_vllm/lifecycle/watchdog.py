@@ -28,8 +28,7 @@ from ctxwin_vllm.lifecycle.folders import mapped, owner_of, runs, unlink_segment
 
 WATCH_S = 1.0
 """How often to check that the process that started this one still runs; the engine's end is noticed at once."""
-PATIENCE_S = 10.0
-"""How long vLLM may take to end in good order."""
+PATIENCE_S = 10.0  # how long vLLM may take to end in good order
 _watched: set[tuple[int, str]] = set()  # (process, folder)
 _starts = threading.local()
 

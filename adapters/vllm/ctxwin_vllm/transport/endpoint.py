@@ -36,8 +36,7 @@ from ctxwin_vllm.transport.shared_memory import check_room, sum_of_tensors
 LIVE_BYTES = 2 << 30
 """Spans and patches that each endpoint keeps decoded. They are mapped, not copied: the memory is the folder's. Factors in
 few bits are unpacked, and count for both."""
-_LEAST_BYTES = 32 << 10
-"""Counted for a record at least, since a process may have some 65,000 mappings."""
+_LEAST_BYTES = 32 << 10  # counted for a record at least, since a process may have some 65,000 mappings
 _CHECKED = 4
 """Entries looked up in the folder for each new one; more than one, so that those that are gone do not add up."""
 _MAX_REQUESTS = 4096

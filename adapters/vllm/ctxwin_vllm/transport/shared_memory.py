@@ -73,8 +73,7 @@ from ctxwin_vllm.transport.base import (
 
 MAX_BYTES = 2 << 30
 """Spans and patches kept in a folder by default, or half of its file system's free space where that is less."""
-RESERVE_BYTES = 64 << 20
-"""Left free for others, or a sixteenth of the file system where that is less."""
+RESERVE_BYTES = 64 << 20  # left free for others, or a sixteenth of the file system where that is less
 STEPS = 64
 """Steps of vLLM after the end of a request within which its workers return or report its captures, behind thousands of others'
 (`scheduler.BACKLOG`). A capture that is missing by then never comes."""
