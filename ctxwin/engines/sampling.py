@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 MOST_CHOICES = 128
 _MOST_SCHEMA = 256 << 10
-SEED = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""A seed that torch's generators accept."""
+SEED = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what torch's generators accept
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -106,8 +105,7 @@ def sampling_under(fidelity: Fidelity, sampling: Sampling, merged: bool) -> Samp
 
 def schema_text(schema: Any) -> str:
     """Return a JSON schema as text. Raises ValueError for one that is larger than any answer needs."""
-    text = json.dumps(schema)
-    if len(text) > _MOST_SCHEMA:
+    if len(text := json.dumps(schema)) > _MOST_SCHEMA:
         raise ValueError(f"the JSON schema must have at most {_MOST_SCHEMA} characters, got {len(text)}")
     return text
 
@@ -115,10 +113,12 @@ def schema_text(schema: Any) -> str:
 _RANGES = options_model(SamplingOptions)
 
 
-def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError for settings that are out of range on every engine."""
+def check_sampling(sampling: Sampling, vocabulary: int | None = None) -> None:
+    """Raise ValueError for settings that are out of range on every engine, or for a ``vocabulary`` of so many tokens."""
     check_integer("max_tokens", sampling.max_tokens, 1)
-    check_integer("logprobs", sampling.logprobs, -1, note=" (-1: the whole vocabulary)")
+    check_integer("logprobs", sampling.logprobs, -1, vocabulary, note=" (-1: the whole vocabulary)")
+    if vocabulary is not None:
+        check_integer("token ids in stop", max(sampling.stop_ids, default=0), 0, vocabulary - 1)
     if not 0 < sampling.hold <= 1:
         raise ValueError(f"hold must be in (0, 1], got {sampling.hold}")
     check_integer("hold_every", sampling.hold_every, 1)

@@ -16,7 +16,7 @@ from langgraph.graph import START, StateGraph
 from PIL import Image
 from pydantic import RootModel
 
-from ctxwin import Fidelity, open_engine
+from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.tiny import world
@@ -128,3 +128,13 @@ def test_structured_output_is_vllms_own_and_refused_by_transformers(vllm: Engine
         for method in ("json_schema", "json_mode"):
             with pytest.raises(UnsupportedModel, match="hf engine has no JSON schemas"):
                 chat.with_structured_output(Seen, method=method).invoke(conversation(1))  # type: ignore[arg-type]
+
+
+def test_ids_and_counts_end_with_the_vocabulary_on_both(vllm: Engine, hf: Engine) -> None:
+    for engine in (vllm, hf):
+        with Window(engine, "You watch.", 400) as window:
+            size = len(window.ask("color?", 1, logprobs=-1).first_token_logprobs)
+            assert window.ask("color?", 1, logprobs=size, stop=[size - 1]).text is not None
+            for options in ({"logprobs": size + 1}, {"stop": [size]}):
+                with pytest.raises(ValueError, match=r"(logprobs|token ids in stop) must be an int in"):
+                    window.ask("color?", 1, **options)  # type: ignore[arg-type]

@@ -311,7 +311,7 @@ class Core:
         Raises:
             ValueError, EngineFailed, UnsupportedModel: a request that vLLM would answer wrongly, or that would end it.
         """
-        check_sampling(sampling)
+        check_sampling(sampling, self.checkpoint.text_config.vocab_size)
         requests.check(self.driver, sampling)
         if self.kv.recurrent:
             check_states(self.model, layout, self.kv.maps)

@@ -136,7 +136,7 @@ class HFEngine(EncodingEngine):
         background: bool = False,
     ) -> Generation:
         """See `Engine.generate`. ``salt`` has no effect: this engine has no prefix cache."""
-        check_sampling(sampling)
+        check_sampling(sampling, self._checkpoint.text_config.vocab_size)
         if sampling.json_schema is not None or sampling.repetition_penalty != 1:
             raise UnsupportedModel("the hf engine has no JSON schemas and no repetition_penalty; open it as vllm:MODEL")
         if sampling.hold < 1 and capture_query:
