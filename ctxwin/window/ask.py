@@ -52,7 +52,7 @@ class AskOptions(SamplingOptions, total=False):
             (Qwen3's drops thinking) is remembered as written there, and computed so.
         logprobs: how many log-probabilities of the first token to return; -1 for the whole vocabulary.
         stop: texts or token ids that end the answer and are no part of it.
-        json_schema: the answer is JSON of this schema.
+        json_schema: the answer is JSON of this schema; ValueError for one that the engine cannot enforce (``not``, ``if`` ...).
         tools: what the model may call, as OpenAI describes tools; calls are in ``Answer.tool_calls``. The first question
             with other tools conditions the chunks behind the system prompt that shows them.
         libraries: where the model may look things up in the middle of its answer, by a call of the tool ``look_up``: what is

@@ -130,6 +130,18 @@ def test_structured_output_is_vllms_own_and_refused_by_transformers(vllm: Engine
                 chat.with_structured_output(Seen, method=method).invoke(conversation(1))  # type: ignore[arg-type]
 
 
+def test_an_answer_is_json_of_its_schema(vllm: Engine) -> None:
+    """Whichever schema is the first: vLLM keeps the library that it compiles that with, and xgrammar joins no schemas."""
+    with Window(vllm, "You watch.", 400) as window:
+        window.append(Chunk.text("t=0 s"))
+        for schema in ({"enum": [11, 77]}, {"allOf": [{"enum": [11, 77]}, {"minimum": 50}]}):
+            answer = window.ask("How many?", 8, json_schema=schema)
+        assert answer.text == "77"
+        with pytest.raises(ValueError, match=r'Unimplemented keys: \["not"\]; leave that out'):
+            window.ask("How many?", 8, json_schema={"enum": [11, 77], "not": {"const": 11}})
+        assert vllm.counters.retries == 0
+
+
 def test_ids_and_counts_end_with_the_vocabulary_on_both(vllm: Engine, hf: Engine) -> None:
     for engine in (vllm, hf):
         with Window(engine, "You watch.", 400) as window:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -19,11 +20,8 @@ if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanOrigin
     from ctxwin_vllm.drivers import Driver, Ticket
 
-POLL_S = 0.01
-"""How often background work checks whether it must give way."""
-BACKGROUND = 10
-"""Priority of background work; vLLM serves lower numbers first, and other requests have 0."""
-
+POLL_S = 0.01  # how often background work checks whether it must give way
+BACKGROUND = 10  # priority of background work; vLLM serves lower numbers first, and other requests have 0
 
 OnToken = Callable[[list[int]], bool]
 _SAME = ("max_tokens", *SamplingOptions.__annotations__)  # the same fields in vLLM's parameters
@@ -45,7 +43,7 @@ class Outcome:
         token_ids: generated ids, the ending token excluded.
         logprobs: first-token log-probabilities by token id.
         first_token_at: `time.perf_counter` at the first token.
-        finished: False where ``on_token`` stopped it.
+        finished: False where ``on_token`` stopped it; reason: vLLM's finish reason.
         forced: log-probabilities by token id before each of the scored last prompt tokens, then after them.
         sums: see `Transfer.sums`.
         kv: ``(k, v)`` of the prompt and of the answer, where all of it is captured: ``[layers, slots, heads, dim]``, in vLLM's
@@ -58,6 +56,7 @@ class Outcome:
     logprobs: dict[int, float] = field(default_factory=dict)
     first_token_at: float = 0.0
     finished: bool = True
+    reason: str = ""
     forced: list[dict[int, float]] = field(default_factory=list)
     sums: torch.Tensor | None = None
     kv: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -136,12 +135,10 @@ def run(
     """Run requests to their ends, submitted at once so that vLLM steps them together, batched with its other requests.
 
     Args:
-        driver: driver of a started engine.
-        transport: the transport of its connector.
+        driver, transport: of a started engine.
         requests: of each a rendered engine input, and what to load and capture, which on return holds the outcome, up to where
             ``on_token`` stopped it.
-        sampling: how to decode.
-        ending: token ids that end an answer.
+        sampling, ending: how to decode, and the token ids that end an answer.
         on_token: called in this thread with all ids after each token that does not end an answer; returning False stops.
         background: True for background work; other requests go first.
         forced: scores of a prompt's last tokens to read.
@@ -165,9 +162,10 @@ def run(
             with driver.together():
                 for (prompt, _), options in zip(requests, parameters, strict=True):
                     tickets.append(driver.submit(prompt, options, BACKGROUND if background else 0, lora))
-            reasons = [_follow(driver, tickets.pop(0), one, sampling, on_token, forced) for one in outcomes]
-        for handle, (_, transfer), reason in zip(handles, requests, reasons, strict=True):
-            transport.collect(handle, transfer, reason != "error")
+            for outcome in outcomes:
+                outcome.reason = _follow(driver, tickets.pop(0), outcome, sampling, on_token, forced)
+        for handle, (_, transfer), outcome in zip(handles, requests, outcomes, strict=True):
+            transport.collect(handle, transfer, outcome.reason != "error")
             collected += 1
     except BaseException:
         for ticket in tickets:
@@ -178,27 +176,30 @@ def run(
     finally:
         for handle in handles:
             transport.remove(handle)
-    for (prompt, transfer), outcome, reason in zip(requests, outcomes, reasons, strict=True):
-        _check_outcome(driver, prompt, transfer, outcome, reason, forced)
+    for (prompt, transfer), outcome in zip(requests, outcomes, strict=True):
+        _check_outcome(driver, prompt, transfer, outcome, forced.tokens if forced else 0, sampling.json_schema)
     return outcomes
 
 
 def _check_outcome(
-    driver: Driver, prompt: dict[str, Any], transfer: Transfer, outcome: Outcome, reason: str, forced: Forced | None
+    driver: Driver, prompt: dict[str, Any], transfer: Transfer, outcome: Outcome, scored: int, schema: str | None
 ) -> None:
     """Raise LoadError where a request was not computed behind the KV that it was to load."""
     cached = transfer.local_tokens + transfer.planned_tokens
-    if forced is not None and forced.tokens and cached >= len(prompt["prompt_token_ids"]) - forced.tokens:
+    loaded = transfer.error is None and transfer.loaded_tokens == transfer.planned_tokens
+    if scored and cached >= len(prompt["prompt_token_ids"]) - scored:
         raise EngineFailed("places of the answer were not computed, so that it could not be scored")
     if not outcome.finished and cached >= transfer.placeholder_tokens:
         # The tokens so far came from sound KV. A later failed or pending load, after a preemption for example, does not
         # matter: served again, the caller would receive once more what it has stopped.
-        if transfer.error is not None or transfer.loaded_tokens != transfer.planned_tokens:
+        if not loaded:
             transfer.captured.clear()
         return
-    if transfer.error is not None or reason == "error":
+    if outcome.reason == "error" and loaded and schema and not prompt.get("mm_kwargs"):  # lost media are not told
+        raise EngineFailed(f"vLLM could not follow the JSON schema {schema[:60]}; ask with a simpler one, or none")
+    if transfer.error is not None or outcome.reason == "error":
         raise LoadError(str(transfer.error or "vLLM reported a failed load")) from transfer.error
-    if transfer.loaded_tokens != transfer.planned_tokens:
+    if not loaded:
         # The scheduler expected tokens that were not written: their blocks hold garbage under the hashes of real ones.
         driver.reset_prefix_cache()
         raise LoadError(f"{transfer.planned_tokens} tokens were to be loaded, got {transfer.loaded_tokens}")
@@ -269,8 +270,7 @@ def _next(driver: Driver, outputs: queue.SimpleQueue[Any], forced: Forced | None
         except queue.Empty:
             if forced is not None and forced.stopped():
                 raise AnswerStopped("the engine is wanted for other work") from None
-            dead = driver.dead
-            if dead is not None and outputs.empty():
+            if (dead := driver.dead) is not None and outputs.empty():
                 raise dead from None
 
 
@@ -279,6 +279,7 @@ def _parameters(sampling: Sampling, ending: Sequence[int], handle: str, forced: 
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     schema, logprobs = sampling.json_schema, sampling.logprobs
+    seed = {"seed": -(2**63)} if sampling.seed == -1 else {}  # vLLM takes -1 for none
     if logprobs >= 0 and sampling.token_logprobs is not None:
         logprobs = max(logprobs, sampling.token_logprobs)  # vLLM adds the token's own
     prompt: dict[str, Any] = {}
@@ -290,9 +291,9 @@ def _parameters(sampling: Sampling, ending: Sequence[int], handle: str, forced: 
             prompt = {"prompt_logprobs": forced.best, "flat_logprobs": True, "skip_reading_prefix_cache": False}
     return SamplingParams(
         **prompt,
-        **{name: getattr(sampling, name) for name in _SAME},
+        **{name: getattr(sampling, name) for name in _SAME} | seed,
         logprobs=None if not logprobs and sampling.token_logprobs is None else logprobs,
-        structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+        structured_outputs=None if schema is None else StructuredOutputsParams(json=_closed(schema)),
         # The ending ids come from the tokenizer and the generation config, collected once for every engine.
         ignore_eos=True,
         stop_token_ids=[*ending, *sampling.stop_ids],
@@ -302,22 +303,40 @@ def _parameters(sampling: Sampling, ending: Sequence[int], handle: str, forced: 
     )
 
 
-def check(driver: Driver, sampling: Sampling) -> None:
-    """Check that vLLM accepts ``sampling``. Cost: compiling the schema, which is cheap compared with an answer.
+def _closed(schema: str) -> Any:
+    """Return a schema whose objects have the named properties alone, or small models would go on inventing more.
 
-    Raises:
-        ValueError: ids and counts beyond the vocabulary, a schema that vLLM cannot enforce.
+    Where ``allOf`` joins several they stay open, since each would exclude what the others name.
     """
-    if sampling.json_schema is None and sampling.logprobs <= 0 and not sampling.stop_ids:
+    from vllm.v1.structured_output.backend_guidance import process_for_additional_properties
+
+    joined: list[Any] = []
+    json.loads(schema, object_hook=lambda part: joined.extend(list(part.get("allOf") or ())[1:]))
+    return schema if joined else process_for_additional_properties(schema)
+
+
+def check(driver: Driver, sampling: Sampling) -> None:
+    """Raise ValueError for a JSON schema that vLLM cannot enforce, or that nothing fits. Cost: some milliseconds."""
+    if sampling.json_schema is None:
         return
+    from llguidance import LLMatcher, LLTokenizer
+    from vllm.config import StructuredOutputsConfig
+
     config = driver.config
-    options = "logprobs and stop_ids" if sampling.json_schema is None else "the JSON schema"
+    # With "auto" vLLM compiles all schemas with the library that it chose for the first, whatever it checked them with.
+    library = StructuredOutputsConfig(backend=config.structured_outputs_config.backend.replace("auto", "xgrammar"))
     try:
-        _parameters(sampling, (), "").verify(
-            config.model_config, config.speculative_config, config.structured_outputs_config, driver.renderer.tokenizer
-        )
+        parameters = _parameters(sampling, (), "")
+        grammar = LLMatcher.grammar_from_json_schema(parameters.structured_outputs.json)
+        parameters.verify(config.model_config, config.speculative_config, library, driver.renderer.tokenizer)
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+        matcher.compute_bitmask()
+        if matcher.is_stopped():  # also by what it cannot enforce, which xgrammar ignores
+            reason = matcher.get_error().partition("\n<state>")[0]
+            raise ValueError(reason.replace("NoExtensionBias", "nothing fits it"))
     except Exception as error:  # any error of the libraries that read schemas
-        raise ValueError(f"{options} must be what vLLM takes: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the JSON schema must be one that vLLM enforces, but: {reason}; leave that out") from error
 
 
 def _fresh(part: Any, index: int, best: int | None) -> list[int]:

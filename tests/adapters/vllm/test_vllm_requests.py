@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +24,7 @@ from ctxwin_vllm.asks import Ask, AskRunner
 from ctxwin_vllm.cache_namespace import CacheNamespace
 from ctxwin_vllm.prefix_record import PrefixRecord
 from ctxwin_vllm.prompts import EnginePrompts
-from ctxwin_vllm.requests import StreamGuard
+from ctxwin_vllm.requests import StreamGuard, _parameters, check
 from ctxwin_vllm.transport import PARAM, LocalTransport, Transfer
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
@@ -89,7 +90,11 @@ def runner_on(driver: Any, transport: LocalTransport) -> AskRunner:
 
 
 def ask(
-    transport: LocalTransport, script: list[tuple[list[int], str]], heard: list[tuple[int, str]], stop: int = 99
+    transport: LocalTransport,
+    script: list[tuple[list[int], str]],
+    heard: list[tuple[int, str]],
+    stop: int = 99,
+    schema: str | None = None,
 ) -> Any:
     runner = runner_on(Scripted(script), transport)
 
@@ -99,7 +104,7 @@ def ask(
 
     part = Encoded("system_prompt", (1, 2), np.tile(np.arange(2), (3, 1)), 2)
     guard = StreamGuard(on_token, lambda ids: "-".join(map(str, ids)))
-    return runner.serve([Segment(part, 0)], Ask(part, Sampling(max_tokens=8), "", on_token=guard))
+    return runner.serve([Segment(part, 0)], Ask(part, Sampling(max_tokens=8, json_schema=schema), "", on_token=guard))
 
 
 def test_each_token_is_told_once(transport: LocalTransport) -> None:
@@ -130,6 +135,63 @@ def test_an_answer_that_ends_before_what_was_told(transport: LocalTransport, aga
     with pytest.raises(EngineFailed, match="ask again"):
         ask(transport, [([7, 8], "error"), (again, "length")], heard)
     assert [token for token, _ in heard] == [7, 8]
+
+
+def test_an_answer_that_a_schema_ends_is_submitted_once(transport: LocalTransport) -> None:
+    script = [([7], "error"), ([7, 8], "length")]
+    with pytest.raises(EngineFailed, match="could not follow the JSON schema"):
+        ask(transport, script, [], schema="{}")
+    assert len(script) == 1
+
+
+def test_a_seed_that_vllm_takes_for_none() -> None:
+    seeds = [_parameters(Sampling(seed=seed), (), "").seed for seed in (None, -2, -1, 0)]
+    assert seeds == [None, -2, -(2**63), 0]
+
+
+REFUSED = [
+    {"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]{4}$"},
+    {"type": "integer", "not": {"minimum": 5}},
+    {"type": "object", "properties": {"x": {"type": "integer", "not": {"const": 5}}}},
+    {"if": {"type": "integer"}, "then": {"minimum": 5}},
+    {"oneOf": [{"type": "integer", "minimum": 1}, {"type": "integer", "minimum": 5}]},
+    {"$ref": "http://example.com/x.json"},
+    {"$ref": "#"},
+    {"anyOf": []},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+]
+"""What xgrammar takes and does not enforce."""
+NAMED = {
+    "type": "object",
+    "properties": {"not": {"type": "integer"}, "if": {"const": {"not": {}}}},
+    "required": ["not"],
+}
+PART = {"$defs": {"Part": {"type": "object", "properties": {"kind": {"const": "p"}}}}}
+TAKEN: list[Any] = [
+    NAMED,
+    {"type": "integer", "default": {"not": 1}, "examples": [{"not": 1}]},
+    {"type": "object", "properties": {"part": {"anyOf": [{"$ref": "#/$defs/Part"}, {"type": "null"}]}}, **PART},
+    {"allOf": [{"$ref": "#/$defs/Part"}], **PART},
+]
+
+
+def test_a_schema_must_be_one_that_vllm_enforces() -> None:
+    model = SimpleNamespace(max_logprobs=-1, get_vocab_size=lambda: 9, is_diffusion=False)
+    outputs = SimpleNamespace(backend="auto")
+    config = SimpleNamespace(model_config=model, speculative_config=None, structured_outputs_config=outputs)
+    driver: Any = SimpleNamespace(config=config, renderer=SimpleNamespace(tokenizer=object()))
+    for schema in REFUSED:
+        with pytest.raises(ValueError, match=r"must be one that vLLM enforces, but: .*; leave that out"):
+            check(driver, Sampling(json_schema=json.dumps(schema)))
+    for schema in TAKEN:
+        check(driver, Sampling(json_schema=json.dumps(schema)))
+
+
+def test_objects_have_the_named_properties_alone() -> None:
+    joined = {"allOf": [PART["$defs"]["Part"], {"properties": {"size": {"type": "integer"}}, "required": ["size"]}]}
+    for schema, closed in ((NAMED, True), (TAKEN[-1], True), (joined, False)):
+        given = _parameters(Sampling(json_schema=json.dumps(schema)), (), "").structured_outputs.json
+        assert ("additionalProperties" in json.dumps(given)) == closed
 
 
 def test_who_wants_no_more_hears_no_more() -> None:

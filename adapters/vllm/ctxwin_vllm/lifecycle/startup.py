@@ -81,11 +81,13 @@ def start(
     versions.check(options.get("allow_untested_vllm"))
     with _lock, in_turn() if processes == "single" else contextlib.nullcontext(), _unnoticed(processes, options):
         from vllm import envs
+        from vllm.config import StructuredOutputsConfig
 
         arguments = {
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "skip_mm_profiling": True,  # the tower never runs inside a window's request
+            "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),  # enforces the most
             **with_connector(model, options, transport),
         }
         if not connector:
@@ -261,10 +263,8 @@ def _correct_rotation(arguments: dict[str, Any]) -> None:
     """Make torch compute rotary embeddings: vLLM 0.32's CPU kernel misreads the strided view that MLA passes."""
     compilation = arguments.get("compilation_config") or {}
     if not isinstance(compilation, dict):
-        raise ValueError(
-            f"compilation_config must be a dict for a model with latent attention on a CPU, got {type(compilation).__name__}; "
-            "ctxwin adds to it"
-        )
+        got = type(compilation).__name__
+        raise ValueError(f"compilation_config must be a dict for a model with latent attention on a CPU, got {got}")
     ops = list(compilation.get("custom_ops", ()))
     if "+rotary_embedding" in ops:
         raise ValueError("custom_ops must not switch on rotary_embedding for a model with latent attention on a CPU")
@@ -288,8 +288,7 @@ def _unnoticed(processes: Processes, options: dict[str, Any]) -> Iterator[None]:
     if processes != "single" and eager_on_cpu(options):
         # As `StepDriver` does in this process: vLLM's few compiled sampling functions would take 5-17 s.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # The threads of the host program are not ours to pin.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the host program's threads are not ours to pin
     try:
         with _quiet():
             yield
