@@ -45,6 +45,7 @@ _ORPHAN_AGE_S: Final = 600.0  # a younger file without a row may be another proc
 _RETIRED_S: Final = 3600.0
 _STALE_FILES: Final = 1024  # records replaced since a walk that are still known, beside as many as the folder holds
 _REPAIR_PAUSE_S: Final = 1.0
+_LOOK_PAUSE_S: Final = 0.05  # a look at the folders of a store takes a millisecond
 _FAILURES: Final = (OSError, sqlite3.Error, diskcache.Timeout)
 
 
@@ -58,7 +59,7 @@ class DiskStore(SealedStore):
         timeout: seconds to wait for another process's write to the index.
         secret: seals the records with a keyed code (`codec.Seal`); None with a checksum.
 
-    A folder that is read only is read: its index is made anew elsewhere, and each put or deletion is refused and counted.
+    A folder that is read only is read, by an index elsewhere that follows its writers; puts and deletions are refused, counted.
 
     Raises:
         OSError: the folder or its index cannot be made. Later failures (disk full, permissions) never raise: a put
@@ -84,7 +85,7 @@ class DiskStore(SealedStore):
         self._passed: dict[str, BlobFile] = {}  # leased when their turn came
         self._leased: dict[str, int] = {}  # bytes by key
         self._leased_bytes, self._counted = 0, object()
-        self._next_repair = 0.0
+        self._next_repair = self._next_look = 0.0
         self.read_only = self.path.is_dir() and not os.access(self.path, os.W_OK)
         self._scratch = tempfile.TemporaryDirectory(prefix="ctxwin-index-") if self.read_only else None
         try:
@@ -103,6 +104,7 @@ class DiskStore(SealedStore):
     def _open_index(self) -> Any:
         """Return the index; make the folders of a store that can be written to."""
         if self._scratch:
+            self._times = records.folder_times(self.path)  # before its walk: what is written then is seen later
             return self._index.build(Path(self._scratch.name))
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # another user's folder, shared on purpose
@@ -118,7 +120,7 @@ class DiskStore(SealedStore):
         self._check_open()
         try:
             row = self._cache.get(key)
-            if row is None and not (self.read_only or self._index.stands(self._cache)) and self._reopen():
+            if row is None and not self._stands() and self._reopen():
                 row = self._cache.get(key)
             return row if isinstance(row, Row) else None
         except RefusedRowError as error:
@@ -181,8 +183,7 @@ class DiskStore(SealedStore):
         """Return the unexpired keys, in order; None for each row that this store did not write."""
 
         def keys() -> tuple[str | None, ...]:
-            if not self.read_only:
-                self._reopen()
+            self._reopen()
             self._cache.expire()
             return tuple(self._cache.iterkeys())
 
@@ -243,20 +244,28 @@ class DiskStore(SealedStore):
         self._reopen()  # a row in one that another process has made again would be lost
         return True
 
+    def _stands(self) -> bool:
+        """Return False where another process made the index again; now and then, too, of a folder that is read only here."""
+        if not self.read_only:
+            return self._index.stands(self._cache)
+        if due := time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_PAUSE_S
+        return not due
+
     def _reopen(self) -> bool:
-        """Open an index again that another process made again; return whether it was. That of a folder that is read only is
-        made again, once a second at most."""
+        """Open an index again that others made again; return whether it was. Of a read-only folder: a pass over all records."""
         with self._lock:
-            if self.read_only:
-                if time.monotonic() < self._next_repair:
+            if old := self._scratch:
+                began, times = time.monotonic(), records.folder_times(self.path)
+                if began < self._next_repair or times == self._times:
                     return False
-                self._next_repair = time.monotonic() + _REPAIR_PAUSE_S
+                self._next_repair = began + _REPAIR_PAUSE_S  # where it fails
                 scratch = tempfile.TemporaryDirectory(prefix="ctxwin-index-")
-                cache, old = self._index.build(Path(scratch.name)), self._scratch
+                cache = self._index.build(Path(scratch.name))
                 self._cache.close()
-                self._cache, self._scratch = cache, scratch
-                if old is not None:
-                    old.cleanup()
+                self._cache, self._scratch, self._times = cache, scratch, times
+                old.cleanup()
+                self._next_repair = 2 * time.monotonic() - began  # half of the time at most
             elif self._index.stands(self._cache):
                 return False
             else:
@@ -353,8 +362,7 @@ class DiskStore(SealedStore):
                 raise StoreUnavailable(f"the store {self.path} cannot be locked ({error}); open it again") from error
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)  # of every process
-                if not self.read_only:
-                    self._guarded(False, self._reopen)
+                self._guarded(False, self._reopen)
                 yield
             finally:
                 os.close(folder)

@@ -52,6 +52,11 @@ def walk(folder: Path) -> Iterator[BlobFile]:
                         yield BlobFile(info.st_mtime_ns, f"{BLOBS}/{shard.name}/{entry.name}", info.st_size)
 
 
+def folder_times(folder: Path) -> dict[str, int]:
+    """Return when each folder of the records of ``folder`` last gained or lost one, in nanoseconds since the epoch."""
+    return {shard.name: shard.stat().st_mtime_ns for shard in (folder / BLOBS).glob("*")}
+
+
 def write_record(folder: Path, head: bytes, value: bytes, tail: bytes) -> Row:
     """Write a record under a new name, synced; leave nothing where it raises OSError."""
     name = f"{time.time_ns():016x}{secrets.token_hex(8)}"

@@ -23,6 +23,7 @@ from ctxwin.store import open_store
 from ctxwin.store.disk import DiskStore
 from ctxwin.store.disk_index import RawDisk
 from store.disk_files import blobs
+from waiting import wait_until
 
 
 class TestFailures:
@@ -157,7 +158,12 @@ class TestFailures:
             writer.setattr("os.access", lambda path, mode: True)
             assert first.put("span/a", b"another value") and first.put("span/d", b"new")
             first.get("span/a")
-        assert store.get("span/a") == b"another value" and store.get("span/d") == b"new"
+            assert store.get("span/a") == b"another value" and store.get("span/d") == b"new"
+            for use in (store.contains, store.get, lambda key: key in [*store.list()]):
+                assert first.put("span/later", b"later") and wait_until(lambda use=use: bool(use("span/later")), 5)
+                assert first.delete("span/later") and wait_until(lambda: "span/later" not in [*store.list()], 5)
+            built = store._cache
+            assert store.get("span/none") is None and not store.contains("span/none") and store._cache is built
         assert first.put("span/a", b"value") and first.delete("span/d")
         before, folder = contents(), sorted(tmp_path.rglob("*"))
         index = store._cache.directory
