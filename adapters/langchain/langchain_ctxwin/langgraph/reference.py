@@ -191,9 +191,9 @@ def merge_windows(left: dict[str, Any] | None, right: dict[str, Any] | None) -> 
 
     Same window: the one that was adopted more often (`Session.ref` with ``adopt=True``), then the higher version, then
     more operations, then the greater digest of the placed chunks. The order in which parallel branches finish therefore does
-    not matter, a repeated run keeps the same one, and a node returns to an older version only with ``adopt=True``.
-    Another window: the one written last (LangGraph applies the writes of a step in a fixed order). None changes nothing,
-    and neither does the empty dict that LangGraph starts a key with.
+    not matter, a repeated run keeps the same one, and an older version changes nothing: a node returns to it with
+    ``adopt=True``, ``update_state`` with LangGraph's ``Overwrite(reference)``. Another window: the one written last (LangGraph
+    applies the writes of a step in a fixed order). Nor does None change anything, or the empty dict that a key starts with.
 
     If two nodes of one step wrote, the other's edits are not in the result: that is logged, and its reference stays in the
     result until the next node has written (`Session.dropped`, `Session.gather`).
