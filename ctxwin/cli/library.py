@@ -105,7 +105,10 @@ def grant(
 ) -> None:
     """Let a tenant read a library that lies in a store of its own."""
     with _library(url, name, tenant) as library:
-        (library.revoke if revoke else library.grant)(reader)
+        if not revoke:
+            library.grant(reader)
+        elif not library.revoke(reader):
+            raise ValueError(f"TENANT must be one that may read {name}, got {reader!r}, which had no grant")
     show(as_json, {"library": name, "tenant": reader, "granted": not revoke}, "revoked" if revoke else "granted")
 
 

@@ -321,14 +321,19 @@ class Library:
         """Allow a tenant to read it."""
         self._grants_of(tenant).update(Granted(), lambda g: Granted(libraries=tuple(sorted({*g.libraries, self.name}))))
 
-    def revoke(self, tenant: str) -> None:
-        """Withdraw a tenant's grant; its windows keep the passages they have placed."""
-        self._grants_of(tenant).update(Granted(), self._without_grant)
+    def revoke(self, tenant: str) -> bool:
+        """Withdraw a tenant's grant; return whether it had one. Its windows keep the passages they have placed."""
+        grants = self._grants_of(tenant)
+        if had := self.name in grants.read(Granted()).libraries:
+            grants.update(Granted(), self._without_grant)
+        return had
 
     def _without_grant(self, granted: Granted) -> Granted:
         return Granted(libraries=tuple(name for name in granted.libraries if name != self.name))
 
     def _grants_of(self, tenant: str) -> Fenced:
+        if not tenant:
+            raise ValueError("tenant must be a name, got ''; who opens the store itself needs no grant")
         return Fenced(self.store, f"grants/{digest('grants', tenant)}")
 
     def renew(self, names: Sequence[str]) -> None:

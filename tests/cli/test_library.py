@@ -58,6 +58,10 @@ def test_grants_are_given_and_taken(tmp_path: Path, files: tuple[Path, Path]) ->
         store = open_store(f"disk:{tmp_path / 'kv'}")
         assert granted_libraries(store, "acme") == wanted
         store.close()
+    refused(
+        invoke("library", "grant", tmp_path / "kv", "shelf", "carol", "--revoke"), "got 'carol', which had no grant"
+    )
+    refused(invoke("library", "grant", tmp_path / "kv", "shelf", ""), "tenant must be a name, got ''")
 
 
 def test_a_store_is_carried_over(tmp_path: Path, files: tuple[Path, Path]) -> None:

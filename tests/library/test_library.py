@@ -287,8 +287,13 @@ def test_grants_are_told_apart_from_what_is_not_there_by_nothing(engine: FakeEng
     Library(engine.store, "handbook").grant("acme")
     Library(engine.store, "secret").grant("bolt")
     assert granted_libraries(engine.store, "acme") == ("handbook",) and granted_libraries(engine.store, "nobody") == ()
-    Library(engine.store, "handbook").revoke("acme")
-    assert granted_libraries(engine.store, "acme") == ()
+    assert Library(engine.store, "handbook").revoke("acme") and granted_libraries(engine.store, "acme") == ()
+    grants = list(engine.store.list("grants/"))
+    assert not Library(engine.store, "handbook").revoke("acme") and not Library(engine.store, "secret").revoke("nobody")
+    assert list(engine.store.list("grants/")) == grants and granted_libraries(engine.store, "bolt") == ("secret",)
+    for change in (Library(engine.store, "secret").grant, Library(engine.store, "secret").revoke):
+        with pytest.raises(ValueError, match="tenant must be a name, got ''"):
+            change("")
     assert sorted(libraries(engine.store)) == ["handbook", "secret"]
 
 
