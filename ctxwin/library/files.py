@@ -56,7 +56,8 @@ def cut(source: str | Path | bytes | Chunk, name: str, caption: str) -> tuple[li
     if isinstance(source, Chunk):
         words = " ".join(part.text for part in source.parts if part.kind == "text")
         size = len(words.encode()) + sum(m.shape[0] * m.shape[1] * m.shape[2] * 3 for m in source.media)
-        return [Passage(chunk=source, text=f"{caption} {words}".strip())], size
+        chunk = source if source.label else source.model_copy(update={"label": name})
+        return [Passage(chunk=chunk, text=f"{caption} {words}".strip())], size
     if isinstance(source, bytes):
         return passages_of(name, source, caption), len(source)
     path = Path(source)
