@@ -22,16 +22,10 @@ _CLIP_SECONDS = 4
 
 
 def passages_of(name: str, data: bytes, caption: str = "") -> list[Passage]:
-    """Cut a file into passages: its paragraphs, its picture, a picture of each page, or clips of four seconds.
+    """Cut a file, which its name's ending describes, into passages: paragraphs, its picture, its pages, clips of four seconds.
 
-    Args:
-        name: its name; the ending says what it is.
-        data: its bytes.
-        caption: what search by words reads beside what stands in the file.
-
-    Raises:
-        BadMedia: another type, a broken, empty or huge file.
-        MissingExtra: a PDF without ``ctxwin[pdf]``, a video without ``ctxwin[video]``.
+    ``caption`` is what search by words reads beside what stands in the file. Raises BadMedia for another type, a broken, empty or
+    huge file, MissingExtra for a PDF without ``ctxwin[pdf]`` and a video without ``ctxwin[video]``.
     """
     ending = Path(name).suffix.lower()
     if len(data) > MAX_FILE_BYTES:
@@ -45,8 +39,7 @@ def passages_of(name: str, data: bytes, caption: str = "") -> list[Passage]:
     if ending == ".pdf":
         return [Passage(chunk=page, text=f"{caption} {written}".strip()) for page, written in _pages(name, data)]
     if ending in TEXTS:
-        texts = _texts(name, data)
-        return [Passage(chunk=Chunk.text(text, label=name), text=f"{caption} {text}".strip()) for text in texts]
+        return [Passage(chunk=Chunk.text(t, label=name), text=f"{caption} {t}".strip()) for t in _texts(name, data)]
     suffixes = sorted(PICTURES | TEXTS | VIDEOS | {".pdf"})
     raise BadMedia(f"a file's name must end with one of {' '.join(suffixes)}, got {name!r}; convert it, or add a Chunk")
 

@@ -38,6 +38,7 @@ KEPT = 64
 _NAME = re.compile(r"[\w.-]{1,100}")
 _FILE_NAME = re.compile(r"[^\x00-\x1f/\\]{1,255}")
 _LOST = "the list of files of library {} has left the store; delete the library, and add them again"
+_TAKEN = "a file of a library must have a name of its own, got {!r} again; replace it, or choose another name"
 _CORPORA = 4
 _log = logging.getLogger("ctxwin")
 
@@ -127,7 +128,7 @@ class Library:
         """Add a file, or replace one; return its entry with the passages it was cut into.
 
         Args:
-            source: a path, the bytes of a file, or a chunk, which is one passage as it is.
+            source: a path, the bytes of a file, or a chunk: one passage, which takes the name as its label where it has none.
             name: default: the path's last part, the chunk's label.
             caption: words that search matches beside the file's own.
             ttl: seconds after its last use at which it expires; None takes the library's.
@@ -144,7 +145,9 @@ class Library:
             raise TypeError(f"source must be a path, the bytes of a file or a Chunk, got {type(source).__name__}")
         source = bytes(source) if isinstance(source, bytearray | memoryview) else source
         check_unicode("caption", caption)
-        name = nfc(name or _default_name(source))
+        if not name and not isinstance(source, bytes):
+            name = source.label or source.id[:16] if isinstance(source, Chunk) else Path(source).name
+        name = nfc(name)
         self.check_name(name, replace=replace)
         _check_ttl(ttl)
         return self.add_passages(name, *cut(source, name, caption), ttl=ttl, replace=replace)
@@ -155,7 +158,7 @@ class Library:
             raise ValueError(f"a file's name must be 1 to 255 characters without slashes, got {name[:300]!r}")
         check_unicode("a file's name", name)
         if not replace and nfc(name) in self.view().names:
-            raise NameTaken(_name_taken(name))
+            raise NameTaken(_TAKEN.format(name))
 
     def add_passages(
         self, name: str, passages: Sequence[Passage], size: int, *, ttl: float | None = None, replace: bool = False
@@ -176,7 +179,7 @@ class Library:
         def change(rows: tuple[Row, ...]) -> tuple[Row, ...]:
             remaining = tuple(r for r in rows if r.name != nfc(name))
             if len(remaining) == len(rows):
-                raise UnknownFile(unknown_file(name, self.name))
+                raise UnknownFile(unknown_file(name, self.name, (r.name for r in rows)))
             return remaining
 
         self._current()
@@ -206,8 +209,7 @@ class Library:
                     if not (self.store.put(key, blob) and self.store.persists(key)):
                         raise store_full("the archive's records")
                 if key.startswith("entry/"):
-                    entry = get(self.repo, key, Entry)
-                    if entry is None:
+                    if (entry := get(self.repo, key, Entry)) is None:
                         raise BadMedia(f"{str(path)!r} must be whole, got a file that is not what its key says")
                     entries.append(entry)
             rows = self._store_entries(entries)
@@ -260,8 +262,7 @@ class Library:
 
     def _read_head(self) -> Head:
         """Return the head after removing expired files from it."""
-        head = self._current()
-        now = self.clock()
+        head, now = self._current(), self.clock()
         if any(at <= now for at in head.expires.values()):
             try:
                 head = self._change(lambda rows: rows, {}, expiry=True)
@@ -311,8 +312,7 @@ class Library:
         Stored results are skipped, so this can be stopped and called again. For idle time. Cost: an encode per picture and a
         forward per passage.
         """
-        rows = self.view().rows
-        corpus = self.corpus(rows)
+        corpus = self.corpus(rows := self.view().rows)
         for row in rows:
             self.trace(row, engine)
         return prepare(self.repo, (corpus.chunk_with_pixels(p) for _, p in corpus.passages), engine, stopped)
@@ -350,8 +350,7 @@ class Library:
     def corpus(self, rows: Sequence[Row]) -> Corpus:
         """Return the passages of ``rows`` for retrievers; cached for the latest versions used."""
         name = digest("corpus", [r.key for r in rows])
-        corpus = self._corpora.get(name)
-        if corpus is None:
+        if (corpus := self._corpora.get(name)) is None:
             entries = [self.entry(row) for row in rows]
             owners = [origin_of(self._id, row.key) for row, e in zip(rows, entries, strict=True) for _ in e.passages]
 
@@ -368,8 +367,7 @@ class Library:
 
     def entry(self, row: Row) -> Entry:
         """Return the file of ``row``. Raises ChunkUnavailable where the store has evicted it."""
-        entry = get(self.repo, row.key, Entry)
-        if entry is None:
+        if (entry := get(self.repo, row.key, Entry)) is None:
             raise ChunkUnavailable(f"file {row.name!r} of library {self.name} has left the store; add it again")
         return entry
 
@@ -414,7 +412,7 @@ class Library:
         def change(current: tuple[Row, ...]) -> tuple[Row, ...]:
             others = tuple(row for row in current if row.name not in names)
             if len(others) < len(current) and not replace:
-                raise NameTaken(_name_taken(next(row.name for row in current if row.name in names)))
+                raise NameTaken(_TAKEN.format(next(row.name for row in current if row.name in names)))
             updated = (*others, *rows)
             for what, most, got in (
                 ("files", self.max_files, len(updated)),
@@ -436,10 +434,8 @@ class Library:
     ) -> Head:
         """Write the next version, with new expiry times for some files and without the expired ones.
 
-        Args:
-            change: maps the current files to those of the next version.
-            expires: expiry times of added files; older versions keep the files they replace.
-            expiry: only remove expired files, in place of the newest version.
+        ``change`` maps the current files to those of the next version; older versions keep the files that those in ``expires``
+        replace. ``expiry``: only remove expired files, in place of the newest version.
         """
         dropped: set[str] = set()
 
@@ -507,13 +503,3 @@ def _check_ttl(ttl: float | None) -> None:
     check_numbers(ttl=ttl)
     if ttl is not None and not 0 < ttl < math.inf:
         raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
-
-
-def _default_name(source: str | Path | bytes | Chunk) -> str:
-    if isinstance(source, Chunk):
-        return source.label or source.id[:16]
-    return "" if isinstance(source, bytes) else Path(source).name
-
-
-def _name_taken(name: str) -> str:
-    return f"a file of a library must have a name of its own, got {name!r} again; replace it, or choose another name"

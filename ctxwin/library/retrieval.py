@@ -54,8 +54,7 @@ class Corpus:
         """Return its chunk with its pixels. Raises ChunkUnavailable where the store has dropped them."""
         pixels = {}
         for part in passage.chunk.media:
-            raw = self.repo.get_source(part.content)
-            if raw is None:
+            if (raw := self.repo.get_source(part.content)) is None:
                 raise ChunkUnavailable(f"the pixels of {passage.chunk.label!r} left the library's store; add it again")
             pixels[part.content] = part.unpack(raw)
             if part.digest(pixels[part.content]) != part.content:
@@ -163,8 +162,7 @@ class Vectors:
             raise ValueError(
                 f"embedding {self.name!r} must give finite [{len(inputs)}, d] for {len(inputs)} inputs, got {rows.shape}"
             )
-        normed: np.ndarray = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-        return normed
+        return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12))
 
 
 @dataclass(frozen=True)
@@ -209,8 +207,7 @@ class Fused:
 
 
 def _best(scores: np.ndarray, k: int, above: float) -> Ranked:
-    order = np.argsort(-scores, kind="stable")[:k]
-    return [(int(i), float(scores[i])) for i in order if scores[i] > above]
+    return [(int(i), float(scores[i])) for i in np.argsort(-scores, kind="stable")[:k] if scores[i] > above]
 
 
 def _words(text: str, *, letters: bool = False) -> list[str]:

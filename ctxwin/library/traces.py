@@ -7,7 +7,7 @@ nothing of it is left, so that what an open window still serves is removed once 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ctxwin.hashing import digest
@@ -93,8 +93,7 @@ def collect(repo: SpanRepository, library: str, present: set[str]) -> bool:
     leaving = {key: _read(repo, key) for key, of, entry in every if of == library and f"entry/{entry}" not in present}
     if not leaving:
         return True
-    staying = [_read(repo, key) for key, *_ in every if key not in leaving]
-    needed_chunks, needed = _merged(staying)
+    needed_chunks, needed = _merged([_read(repo, key) for key, *_ in every if key not in leaving])
     held_chunks, needed_by_windows = _window_needs(repo.store)
     chunks, keys = _merged(leaving.values())
     entries = {key for key in keys if key.startswith("entry/")}
@@ -111,19 +110,13 @@ def collect(repo: SpanRepository, library: str, present: set[str]) -> bool:
     return not incomplete
 
 
-def _merged(traces: Iterable[Trace]) -> tuple[set[str], set[str]]:
-    chunks: set[str] = set()
-    keys: set[str] = set()
-    for trace in traces:
-        chunks.update(trace.chunks)
-        keys.update(trace.keys)
-    return chunks, keys
+def _merged(traces: Collection[Trace]) -> tuple[set[str], set[str]]:
+    return {chunk for trace in traces for chunk in trace.chunks}, {key for trace in traces for key in trace.keys}
 
 
 def _window_needs(store: Store) -> tuple[set[str], set[str]]:
     """Return chunks and keys that this process's open windows need in ``store``, without evicted chunks of removed files."""
-    chunks: set[str] = set()
-    keys: set[str] = set()
+    chunks, keys = set[str](), set[str]()
     for core in open_windows(store):
         state = core.state
         keys |= state.keys()

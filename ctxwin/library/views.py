@@ -1,7 +1,8 @@
 """`LibraryView`: a library as of one version, which finds in it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Protocol
 
@@ -25,26 +26,17 @@ class Hit:
 
 
 class ReadableLibrary(Protocol):
-    """Members of a `Library` that its views read."""
+    """Members of a `Library` that its views read; see there."""
 
     name: str
     retriever: Retriever
     repo: SpanRepository
 
-    def entry(self, row: Row) -> Entry:
-        """Return the file of ``row``. Raises ChunkUnavailable."""
-
-    def corpus(self, rows: Sequence[Row]) -> Corpus:
-        """Return the passages of ``rows`` for retrievers."""
-
-    def renew(self, names: Sequence[str]) -> None:
-        """Renew the expiry of used files."""
-
-    def sweep(self, engine: Engine | None = None) -> None:
-        """Remove expired files, and records that removed files left."""
-
-    def trace(self, row: Row, engine: Engine) -> str:
-        """Record which keys a file will leave in the stores of ``engine`` and of the library; return its `Chunk.origin`."""
+    def entry(self, row: Row) -> Entry: ...
+    def corpus(self, rows: Sequence[Row]) -> Corpus: ...
+    def renew(self, names: Sequence[str]) -> None: ...
+    def sweep(self, engine: Engine | None = None) -> None: ...
+    def trace(self, row: Row, engine: Engine) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -55,17 +47,20 @@ class LibraryView:
     version: int
     rows: tuple[Row, ...]
 
-    @cached_property
+    @property
     def names(self) -> frozenset[str]:
         """Names of the files."""
-        return frozenset(row.name for row in self.rows)
+        return frozenset(self._by_name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Row]:
+        return {row.name: row for row in self.rows}
 
     def entry(self, name: str) -> Entry:
         """A file. Raises UnknownFile, ChunkUnavailable."""
-        for row in self.rows:
-            if row.name == nfc(name):
-                return self.library.entry(row)
-        raise UnknownFile(unknown_file(name, self.library.name))
+        if (row := self._by_name.get(nfc(name))) is None:
+            raise UnknownFile(unknown_file(name, self.library.name, self.names))
+        return self.library.entry(row)
 
     def search(self, query: str | Chunk, k: int = 4) -> list[Hit]:
         """At most ``k`` passages for a question or a picture, best first; among equals those added first.
@@ -82,16 +77,26 @@ class LibraryView:
 
         Their files count as used. Raises ChunkUnavailable.
         """
-        hits, corpus = self.search(query, k), self.library.corpus(self.rows)
-        self.library.renew(list(dict.fromkeys(hit.file for hit in hits)))
+        return self._lent([(hit.file, hit.passage) for hit in self.search(query, k)], engine)
+
+    def take(self, names: Iterable[str], engine: Engine) -> list[Chunk]:
+        """As `find`, the chunks of all passages of files by their ``names``, in this order. Raises UnknownFile, too."""
+        return self._lent([(entry.name, p) for entry in map(self.entry, names) for p in entry.passages], engine)
+
+    def _lent(self, passages: Sequence[tuple[str, Passage]], engine: Engine) -> list[Chunk]:
+        names, corpus = (
+            list(dict.fromkeys(name for name, _ in passages)),
+            Corpus("", tuple(passages), self.library.repo),
+        )
+        self.library.renew(names)
         self.library.sweep(engine)
-        rows = {row.name: row for row in self.rows}
-        origins = {name: self.library.trace(rows[name], engine) for name in {hit.file for hit in hits}}
-        for hit in hits:
-            lend(self.library.repo, hit.passage.chunk, engine)
-        return [corpus.chunk_with_pixels(hit.passage).drawn_from(origins[hit.file]) for hit in hits]
+        origins = {name: self.library.trace(self._by_name[name], engine) for name in names}
+        for _, passage in passages:
+            lend(self.library.repo, passage.chunk, engine)
+        return [corpus.chunk_with_pixels(passage).drawn_from(origins[name]) for name, passage in passages]
 
 
-def unknown_file(name: str, library: str) -> str:
-    """Return the message for a file that a library does not have."""
-    return f"a file must be one of library {library}, got {name[:300]!r}; it may have expired"
+def unknown_file(name: str, library: str, names: Iterable[str]) -> str:
+    """Return the message for a file that a library does not have, with those of its ``names`` that are nearest."""
+    near = "".join(f", or be {other!r}" for other in get_close_matches(name[:300], names))
+    return f"a file must be one of library {library}, got {name[:300]!r}; it may have expired{near}"

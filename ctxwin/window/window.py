@@ -329,20 +329,28 @@ class Window(WindowReader):
                     self.core.commit(new, "look_back" if ids else "slide", ids or out)
         return ids
 
-    def retrieve(self, query: str | Chunk, library: Searchable, k: int = 4, *, reserve_tokens: int = 0) -> list[str]:
+    def retrieve(
+        self, query: str | Chunk | Sequence[str], library: Searchable, k: int = 4, *, reserve_tokens: int = 0
+    ) -> list[str]:
         """Place the ``k`` passages that ``library`` finds for ``query`` behind everything, best first; return their ids.
 
-        What is placed already stays where it is, and what had left comes back under its id. Others leave in the order of
-        `eviction` where the budget, with ``reserve_tokens`` tokens free, needs it. All or nothing. A window goes on reading the
-        version of a library that it read first, whatever is replaced there meanwhile, unless that had no files yet. Raises
-        BudgetExceeded where they do not fit, UnknownVersion where that version is kept no more, ChunkUnavailable. Cost: the
-        search, and no vision encode of what was prepared (`Library.prepare`).
+        A list of names of files as ``query`` places all their passages, in the list's order, whatever ``k`` is. What is placed
+        already stays where it is, and what had left comes back under its id. Others leave in the order of `eviction` where the
+        budget, with ``reserve_tokens`` tokens free, needs it. All or nothing. A window goes on reading the version of a library
+        that it read first, whatever is replaced there meanwhile, unless that had no files yet. Raises BudgetExceeded where they
+        do not fit, UnknownVersion where that version is kept no more, UnknownFile, ChunkUnavailable. Cost: the search, and no
+        vision encode of what was prepared (`Library.prepare`).
         """
         check_searchable("library", library)
         with self.core.writing() as state:
             view = library.view(state.libraries.get(library.name) or None)
             with self.core.counting_encodes():
-                matches = view.find(query, k, self.engine)
+                if isinstance(query, str | Chunk):
+                    matches = view.find(query, k, self.engine)
+                elif take := getattr(view, "take", None):
+                    matches = take(as_list("query", query, "a file's name"), self.engine)
+                else:
+                    raise TypeError(f"query must be a str or a Chunk for {type(library).__name__}, got {query!r:.80}")
             new = state
             ids: dict[str, None] = {}
             for chunk in matches:
@@ -379,8 +387,7 @@ class Window(WindowReader):
         kv = self.engine.spec.kv
         if kv.recurrent and not kv.maps and not conditioned:
             raise UnsupportedModel(
-                "a chunk of a model with recurrent layers has no view without its context, got conditioned=False; open it with "
-                "position_free=True"
+                "a recurrent layer has no view without its context, got conditioned=False; open it with position_free=True"
             )
         with self.core.writing() as state:
             entry = state.placed[state.index(placement)]
@@ -392,8 +399,7 @@ class Window(WindowReader):
                     self.core.commit(new)
             else:
                 new = edits.update_entry(state, placement, conditioned=conditioned)
-                note = "conditioned" if conditioned else "clean"
-                self.core.commit(new, "toggle", [placement], note=note)
+                self.core.commit(new, "toggle", [placement], note="conditioned" if conditioned else "clean")
 
     def pin(self, placement: str, *, pinned: bool = True) -> None:
         """Protect a chunk from `slide`, or lift that protection. Raises UnknownChunk."""
@@ -480,11 +486,9 @@ class Window(WindowReader):
     def disposable(self, placement: str, query: str, max_tokens: int = 32, *, clean: bool = False) -> Disposability:
         """Test whether the answer to ``query`` is the same without a chunk, by asking before and after its eviction.
 
-        Args:
-            clean: also drop what its dependents absorbed from it (they are re-formed, in a branch).
-
-        Kamera, appendix E. A window over its budget is asked as well, up to what the engine takes. Raises UnknownChunk,
-        BudgetExceeded beyond that. Cost: two asks; the window is unchanged.
+        ``clean`` also drops what its dependents absorbed from it (they are re-formed, in a branch). Kamera, appendix E. A window
+        over its budget is asked as well, up to what the engine takes. Raises UnknownChunk, BudgetExceeded beyond that.
+        Cost: two asks; the window is unchanged.
         """
         return disposable(self.core, placement, query, max_tokens, clean=clean)
 

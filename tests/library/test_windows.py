@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Library, Window
-from ctxwin.errors import BudgetExceeded
+from ctxwin.errors import BudgetExceeded, UnknownFile
 from ctxwin.media import png
 from window.fake import FakeEngine
 
@@ -39,6 +39,42 @@ def test_what_is_found_is_placed_once(zoo: Library, engine: FakeEngine) -> None:
     plain = Window(FakeEngine(), "hd")
     plain.extend([Chunk.text("first"), *(Chunk.image(np.full((4, 4, 3), s, np.uint8)) for s in (150, 50))])
     assert answer.token_ids == plain.ask("which?", max_tokens=3).token_ids
+
+
+def test_files_are_placed_by_name_whatever_search_would_find(zoo: Library, engine: FakeEngine) -> None:
+    """MPIC, section 3.1: a prompt names the stored picture by its id."""
+    zoo.add(b"fox.png fox.png cat.png: a fox and a cat. " * 60, "notes.txt", ttl=100)
+    names = ["fox.png", "notes.txt", "cat.png", "fox.png"]
+    zoo.prepare(engine)
+    encodes = engine.counters.vision_encodes
+    with Window(engine, "hd", fidelity=Fidelity("blind")) as window:
+        ids = window.retrieve(names, zoo, k=1)
+        assert labels(window) == ["fox.png", *["notes.txt"] * 3, "cat.png"] and ids == list(window.ids)
+        assert window.ask("which?", max_tokens=2).usage.vision_encodes == 0 == engine.counters.vision_encodes - encodes
+        assert {e.lane for e in window.plan().entries} == {"canonical"}
+        state = window.snapshot()
+        with pytest.raises(UnknownFile, match=r"got 'foxes.png'; it may have expired, or be 'fox.png'"):
+            window.retrieve(["cat.png", "foxes.png"], zoo)
+        assert window.snapshot() == state
+        zoo.remove("fox.png")
+        assert not {i for i in window.ids if window.chunk(i).origin == ""}, "so that they go with their file"
+        window.evict(ids[0])
+        with pytest.raises(UnknownFile):
+            window.retrieve(["fox.png"], zoo)
+    with Window(engine, "hd") as other:
+        assert other.retrieve([], zoo) == []
+        with pytest.raises(TypeError, match="query must be a list, got int; pass a list, with a file's name for each"):
+            other.retrieve(5, zoo)  # type: ignore[arg-type]
+
+
+def test_a_chunk_without_a_label_takes_the_name_of_its_file(shelf: Library, engine: FakeEngine) -> None:
+    picture = Chunk.image(np.full((4, 4, 3), 7, np.uint8))
+    added = shelf.add(picture, "plan.png", caption="a plan").passages[0].chunk
+    shelf.add(Chunk.text("a plan of old", label="mine"), "old.txt")
+    assert added.id == picture.id and (added.label, picture.label) == ("plan.png", "")
+    with Window(engine, "hd") as window:
+        window.retrieve("plan", shelf)
+        assert sorted(labels(window)) == ["mine", "plan.png"]
 
 
 def test_a_running_window_keeps_what_it_opened_with(zoo: Library, engine: FakeEngine) -> None:
