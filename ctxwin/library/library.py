@@ -312,7 +312,8 @@ class Library:
         Stored results are skipped, so this can be stopped and called again. For idle time. Cost: an encode per picture and a
         forward per passage.
         """
-        corpus = self.corpus(rows := self.view().rows)
+        rows = self.view().rows
+        corpus = self.corpus(rows)
         for row in rows:
             self.trace(row, engine)
         return prepare(self.repo, (corpus.chunk_with_pixels(p) for _, p in corpus.passages), engine, stopped)
