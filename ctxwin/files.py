@@ -25,7 +25,7 @@ def atomic_write(
         mode: permissions of a new file, less the umask.
         temporary: path of the temporary file, on the same file system; default: beside ``path``.
 
-    Returns ``path``. Raises OSError; the temporary file is removed then.
+    Returns ``path``. Raises OSError, which names ``path``; the temporary file is removed then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or path.with_name(f".{uuid4().hex}.tmp")
@@ -38,8 +38,10 @@ def atomic_write(
         temporary.replace(path)
         if durable:
             sync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
+            error.filename = str(path)
         raise
     return path
 

@@ -97,7 +97,8 @@ def one_line(error: BaseException) -> str:
     """Return the message of an error without line breaks; of the system's errors without their numbers."""
     if isinstance(error, OSError) and error.strerror:
         name = error.filename2 or error.filename  # the former is what a file was to become
-        return error.strerror + (f": {name!r}" if name else "")
+        remedy = "; make room and give the same command again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        return error.strerror + (f": {name!r}{remedy}" if name else "")
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -319,6 +320,18 @@ def test_a_full_disk_is_no_bad_input(folder: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
+def test_a_full_disk_names_the_file_and_what_to_do(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("ctxwin.store.archive.Seal.close", full)
+    done, path = invoke("store", "export", folder, tmp_path / "all.ctxwin"), str(tmp_path / "all.ctxwin")
+    assert done.exit_code == 1
+    assert f"No space left on device: {path!r}; make room and give the same command again" in done.stderr
 
 
 def test_a_comma_in_a_path_is_part_of_it(tmp_path: Path) -> None:

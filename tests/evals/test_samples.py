@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,23 @@ def test_a_full_disk_leaves_no_half_a_line(tmp_path: Path, monkeypatch: pytest.M
         with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
             patched.setattr(os, "fsync", full)
             samples.add([row("blind", 1)])
+        assert samples.path.read_bytes() == before
+        samples.add([row("blind", 1)])
+    assert len(read_samples(tmp_path).rows) == 2
+
+
+def test_half_a_line_is_taken_back_and_its_file_is_named(tmp_path: Path) -> None:
+    """On the disk itself, which takes a part of what is written before it is full."""
+    with open_samples(tmp_path, CONFIG) as samples:
+        samples.add([row("blind", 0)])
+        before = samples.path.read_bytes()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+        try:
+            with pytest.raises(OSError, match=r"samples\.jsonl"):
+                samples.add([row("blind", 1)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert samples.path.read_bytes() == before
         samples.add([row("blind", 1)])
     assert len(read_samples(tmp_path).rows) == 2

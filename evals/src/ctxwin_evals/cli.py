@@ -67,7 +67,7 @@ def run(
 
     An interrupted run is continued by the same command: samples that its folder holds are not computed again.
     """
-    from ctxwin.files import check_writable
+    from ctxwin.files import atomic_write, check_writable
     from ctxwin.hashing import digest
     from ctxwin_evals.arms import parse_arms
     from ctxwin_evals.benchmarks import BENCHMARKS, DataOptions, DataTask
@@ -114,7 +114,7 @@ def run(
     tasks_of_data = {t.name: of for t in opened if isinstance(of := getattr(t, "base", t), DataTask)}
     left_out = {n: {"unreadable": len(t.odd), "missing": len(t.skipped)} for n, t in tasks_of_data.items()}
     result |= {"n": n, "left_out": left_out, "output": str(folder), "vision_encodes": encodes}
-    (folder / "results.json").write_text(json.dumps(plainly(result), indent=1) + "\n", encoding="utf-8")
+    atomic_write(folder / "results.json", f"{json.dumps(plainly(result), indent=1)}\n".encode())
     write_lm_eval(runner.samples, folder / "lm-eval")
     _show(result, as_json)
 

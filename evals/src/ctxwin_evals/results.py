@@ -46,15 +46,13 @@ def write_lm_eval(
     Raises ValueError as `ctxwin_evals.score.scores` does.
     """
     table = Table(select(samples, names, n), Scorer(task_of))
-    out.mkdir(parents=True, exist_ok=True)
     stamp = (samples.created or "undated").replace(":", "-")
     for task in table.rows:
         name = re.sub(r"\W", "_", task)
-        with (out / f"samples_{name}_{stamp}.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(table, task))
+        lines = (f"{json.dumps(line, ensure_ascii=False)}\n".encode() for line in _lines(table, task))
+        atomic_write(out / f"samples_{name}_{stamp}.jsonl", lines)
     path = out / f"results_{stamp}.json"
-    path.write_text(json.dumps(_result(table, samples, n), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return path
+    return atomic_write(path, f"{json.dumps(_result(table, samples, n), indent=2, ensure_ascii=False)}\n".encode())
 
 
 def version() -> str:

@@ -127,15 +127,16 @@ class Samples(AbstractContextManager["Samples"]):
         if not fresh:
             return
         lines = "".join(row.line() for row in fresh.values()).encode()
-        with self.path.open("ab") as file:
+        with self.path.open("ab", buffering=0) as file:  # a buffer would be written again behind what is cut off
             whole = file.tell()
             try:
-                file.write(lines)
-                file.flush()
+                while lines:
+                    lines = lines[file.write(lines) :]
                 os.fsync(file.fileno())
-            except OSError:
+            except OSError as error:
                 file.truncate(whole)  # a full disk must not leave half a line before the next one
                 raise
+                error.filename = str(self.path)
         if not whole:
             sync_folder(self.folder)
         self.rows |= fresh

@@ -90,15 +90,15 @@ def probe(
 
 def write(result: dict[str, Any], model: str, output: Path | None, profile: bool) -> dict[str, str]:
     """Write report, result and profile; return where they are."""
+    from ctxwin.files import atomic_write
     from ctxwin.profiles import write_profile
     from ctxwin_evals.probe.probe import as_profile
     from ctxwin_evals.probe.report import html
 
     folder = output or Path(FOLDER)
-    folder.mkdir(parents=True, exist_ok=True)
     # Measurements first, so that they are not lost where a profile cannot be written.
-    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (folder / REPORT).write_text(html(result), encoding="utf-8")
+    atomic_write(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
+    atomic_write(folder / REPORT, html(result).encode())
     files = {"report": str(folder / REPORT), "result": str(folder / RESULT)}
     if profile:
         files["profile"] = str(write_profile(as_profile(result, model), model, output))

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import ctxwin
+from ctxwin.files import atomic_write
 from ctxwin_evals.report import tables
 from ctxwin_evals.report.figures import pictures, render
 from ctxwin_evals.report.tables import Run, Table, read_runs, tasks_of
@@ -109,10 +110,8 @@ def write_report(
         for picture in pictures(runs, task):
             # The number keeps tasks apart whose names differ in signs only.
             name = f"figures/{number:02d}-{re.sub(r'[^A-Za-z0-9]+', '-', task).strip('-')}-{picture.name}.png"
-            (out / name).write_bytes(render(picture.figure, "png"))
+            atomic_write(out / name, render(picture.figure, "png"))
             drawn.setdefault(task, []).append((picture.caption, render(picture.figure, "svg")))
             files.setdefault(task, []).append(name)
-    (out / "report.md").write_text(markdown(runs, files), encoding="utf-8")
-    path = out / "report.html"
-    path.write_text(page(runs, drawn), encoding="utf-8")
-    return path
+    atomic_write(out / "report.md", markdown(runs, files).encode())
+    return atomic_write(out / "report.html", page(runs, drawn).encode())
