@@ -152,6 +152,7 @@ def test_a_last_line_without_its_end_is_whole_if_it_is_json(niah: Path, lines: P
         (lambda r: r["meta"].update(choices=["a"]), r"jsonl:2: only one of choices"),
         (lambda r: r["meta"].update(placed_depth=[]), r"jsonl:2 meta: placed_depth"),
         (lambda r: r["meta"].update(placed_depth=1.5), r"jsonl:2 meta: placed_depth"),
+        (lambda r: r["meta"].update(num_images=float("nan")), r"jsonl:2: meta.num_images.* must be a finite number"),
         (
             lambda r: r["images_list"].__setitem__(0, "../../x.png"),
             r"jsonl:2: a picture must be a relative path inside",
@@ -186,10 +187,11 @@ def test_counting_answers_must_be_lists(niah: Path) -> None:
     path = niah / "mm_niah_val" / "annotations" / "counting-text.jsonl"
     change(path, 0, lambda r: r.update(answer="[3, 4]"))
     assert items(niah, "mm-niah/counting-text")[0].target == [3, 4]
-    change(path, 0, lambda r: r.update(answer="three"))
-    task = benchmark("mm-niah/counting-text", DataOptions(data=str(niah)))
-    assert len(task.items()) == 2
-    assert "jsonl:1: the answer must be a list of counts, got 'three'" in task.odd[0]
+    for answer, message in (("three", "the answer must be a list of counts, got 'three'"), ("[3, 1e999]", "finite")):
+        change(path, 0, lambda r, answer=answer: r.update(answer=answer))
+        task = benchmark("mm-niah/counting-text", DataOptions(data=str(niah)))
+        assert len(task.items()) == 2
+        assert "jsonl:1: " in task.odd[0] and message in task.odd[0]
 
 
 def test_missing_pictures(niah: Path) -> None:

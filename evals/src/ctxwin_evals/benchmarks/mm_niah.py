@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, JsonValue
 
 from ctxwin.chunk import Chunk
 from ctxwin.hashing import digest
@@ -30,7 +30,7 @@ _SHORT = "\nAnswer the question using a single word or phrase."
 _Depth = Annotated[float, Field(ge=0, le=1)]
 
 
-class Row(BaseModel, strict=True):
+class Row(BaseModel, strict=True, allow_inf_nan=False):  # samples hold both fields of JsonValue
     """One line of an annotation file.
 
     Attributes:
@@ -44,8 +44,8 @@ class Row(BaseModel, strict=True):
     context: str
     question: str
     images: Annotated[list[str], Field(alias="images_list")]
-    answer: int | str | list[Any]
-    meta: dict[str, Any]
+    answer: int | str | list[JsonValue]
+    meta: dict[str, JsonValue]
 
 
 class _Meta(BaseModel, strict=True):
@@ -67,7 +67,7 @@ def parse_row(line: Any, where: str, counting: bool = False) -> Row:
         )
     if counting and isinstance(row.answer, str):
         with suppress(json.JSONDecodeError):
-            row.answer = json.loads(row.answer)
+            row = checked(Row, {**line, "answer": json.loads(row.answer)}, where)
     if (counting and not isinstance(row.answer, list)) or row.answer == []:
         expected = "a list of counts" if counting else "given"
         raise ValueError(f"{where}: the answer must be {expected}, got {row.answer!r}")
@@ -196,7 +196,8 @@ def _digest(row: Row) -> str:
 
 
 def _needles(row: Row) -> list[str]:
-    return [n for n in row.meta.get("needles") or [] if isinstance(n, str) and n]
+    needles = row.meta.get("needles")
+    return [n for n in needles if isinstance(n, str) and n] if isinstance(needles, list) else []
 
 
 def needle_pieces(row: Row, pieces: Sequence[Piece], folder: Path) -> list[int]:
