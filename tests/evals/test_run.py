@@ -311,9 +311,22 @@ def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None
         (["run", "--frames", "2-9"], "frames must be numbers from 2 to 6"),
         (["run", "--frames", "two"], "separated by commas"),
         (["run", "video-mme", "--frames", "16"], "got video-mme; of a video take --video-frames"),
-        (["run", "mm-niah,recall@0.5:milebench", "--decoded"], "--decoded must be for generated tasks"),
+        (["run", "mm-niah,recall@0.5:milebench", "--decoded"], "--decoded must be for tiny tasks"),
         (["run", "video-mme", "--seed", "3"], "--seed must be for generated tasks or protocols, got video-mme"),
         (["run", "--layout", "diagonal"], "layout must be one of"),
+        (
+            ["run", "--data", "d", "--split", "test", "--max-pixels", "3136"],
+            "--data, --max-pixels, --split must be for a",
+        ),
+        (
+            ["run", "two-page,tiny/order", "--skip-missing"],
+            "--skip-missing must be for a benchmark's tasks, got two-page",
+        ),
+        (
+            ["run", "recall@0.5:mm-niah", "--as-video", "--video-frames", "9"],
+            "--as-video, --video-frames must be for tasks",
+        ),
+        (["run", "egoschema,mm-niah", "--times", "--subtitles"], "--subtitles must be for video-mme, got egoschema,mm"),
         (["run", "--model", "/no/such/model"], "/no/such/model"),
         (["run", "--engine", "vllm", "--arms", "blind,quest:0.5"], "got quest:0.5, which read inside the model"),
         (["run", "--engine", "jax", "--n", "1"], "engine must be hf or vllm"),

@@ -74,7 +74,7 @@ def run(
     from ctxwin_evals.results import write_lm_eval
     from ctxwin_evals.run import Runner, Settings, check_served, companions, plan_jobs
     from ctxwin_evals.score import scores
-    from ctxwin_evals.tasks import expand, open_task
+    from ctxwin_evals.tasks import check_data, expand, open_task
     from ctxwin_evals.tasks.tiny import TinyOptions
 
     area, longest = max_pixels or None, max_tokens or None
@@ -83,12 +83,11 @@ def run(
     )
     names = expand(tasks)
     if (frames != _FRAMES or decoded) and not any(name.rpartition(":")[2].startswith("tiny/") for name in names):
-        raise ValueError(
-            f"--frames and --decoded must be for generated tasks (tiny/...), got {tasks}; of a video take --video-frames"
-        )
+        raise ValueError(f"--frames and --decoded must be for tiny tasks, got {tasks}; of a video take --video-frames")
     if seed and all(name in BENCHMARKS for name in names):
         raise ValueError(f"--seed must be for generated tasks or protocols, got {tasks}, whose items are the data's")
     tiny = TinyOptions(seed, _frames(frames), decoded)
+    check_data(data_options, tasks)
     opened = [open_task(name, tiny, data_options) for name in names]
     if not n and any(task.endless for task in opened):
         raise ValueError("n must be >= 1 for generated tasks, got 0")

@@ -1,6 +1,8 @@
 """The tasks by name."""
 
-from ctxwin_evals.benchmarks import BENCHMARKS, DataOptions, benchmark, milebench, mm_niah
+from dataclasses import fields
+
+from ctxwin_evals.benchmarks import BENCHMARKS, DataOptions, DataTask, benchmark, milebench, mm_niah, video_mme, videos
 from ctxwin_evals.items import Task
 from ctxwin_evals.tasks import pages
 from ctxwin_evals.tasks.tiny import TASKS, WORLD_TASKS, TinyOptions, TinyTask
@@ -48,6 +50,20 @@ def open_task(name: str, tiny: TinyOptions | None = None, data: DataOptions | No
     if name in BENCHMARKS:
         return benchmark(name, data)
     raise ValueError(f"a task must be one of {', '.join(task_names())}; got {name!r}")
+
+
+def check_data(options: DataOptions, tasks: str) -> None:
+    """Raise ValueError for options that none of some tasks (a list as `expand` takes it) reads."""
+    given = {f.name for f in fields(options) if getattr(options, f.name) != f.default}
+    opened = [benchmark(base) for name in expand(tasks) if (base := name.rpartition(":")[2]) in BENCHMARKS]
+    for kind, what, read in (
+        (DataTask, "a benchmark's tasks", given),
+        (videos.VideoTask, "tasks of videos", {"frames", "frame_rule", "as_video", "times"}),
+        (video_mme.VideoMME, "video-mme", {"subtitles"}),
+    ):
+        if (idle := given & read) and not any(isinstance(task, kind) for task in opened):
+            names = ", ".join("--video-frames" if n == "frames" else f"--{n.replace('_', '-')}" for n in sorted(idle))
+            raise ValueError(f"{names} must be for {what}, got {tasks}; name the task (`ctxwin eval ls` lists them)")
 
 
 def task_names() -> list[str]:
