@@ -20,7 +20,7 @@ from ctxwin_evals.items import Item, Task
 
 _log = logging.getLogger("ctxwin.evals")
 _NAMED = 10
-"""Odd rows that are named in the log; all are counted."""
+"""Odd rows and items without media that are named in the log; all are counted."""
 _BATCH = 256
 _Row = TypeVar("_Row", bound=BaseModel)
 
@@ -165,7 +165,8 @@ class DataTask(Task):
             raise ValueError(f"{self.root} must hold items of {self.name}, got none ({len(skipped)} without media)")
         news, self.skipped = tuple(skipped) != self.skipped, tuple(skipped)
         if skipped and news:
-            _log.warning("%s: %d items left out, their media are missing", self.name, len(skipped))
+            named = ", ".join(skipped[:_NAMED]) + (", ..." if len(skipped) > _NAMED else "")
+            _log.warning("%s: %d items left out, their media are missing: %s", self.name, len(skipped), named)
         return items
 
     def leave_out(self, error: ValueError) -> None:
