@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,6 +79,41 @@ def test_the_first_items_are_those_whose_media_are_there(model_dir: Path, tmp_pa
     found = read_samples(tmp_path / "run")
     assert {index for _, _, index in found.rows} == {3, 4, 5}
     assert {row.index for row in found.first(2)} == {3, 4}
+
+
+def test_a_run_scores_the_items_that_it_was_asked_for(model_dir: Path, tmp_path: Path) -> None:
+    """Not the first that its folder holds, whose media have left since; nor are those needed of a further arm."""
+    write_video_mme(tmp_path / "data", n=8, seed=3, seconds=(2, 2, 2), image_size=56)
+    first = benchmark("video-mme", DataOptions(data=str(tmp_path / "data"))).items(1)[0].cluster
+    args = ["run", "video-mme", "--data", str(tmp_path / "data"), "--model", str(model_dir), "--skip-missing", "--json"]
+    args += ["--output", str(tmp_path / "run"), "--video-frames", "2", "--n", "3", "--arms"]
+    for arms in ("reprefill,blind", "reprefill,blind", "first_k:1"):
+        made = CliRunner().invoke(app, ["eval", *args, arms])
+        assert made.exit_code == 0, made.output
+        cells = json.loads(made.stdout)["arms"]
+        assert list(cells) == arms.split(",") and all(cell["video-mme"]["n"] == 3 for cell in cells.values())
+        (tmp_path / "data" / "video" / f"{first}.mp4").unlink(missing_ok=True)
+    videos = cells["first_k:1"]["video-mme"]["official"]
+    assert videos["videos/short"] + videos["videos/medium"] == 1
+    assert sorted(read_samples(tmp_path / "run").rows) == sorted(
+        [("video-mme", arm, i) for arm in ("reprefill", "blind") for i in range(6)]
+        + [("video-mme", "first_k:1", i) for i in (3, 4, 5)]
+    )
+
+
+def test_a_picture_that_cannot_be_read_is_named_with_its_item(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = Path(shutil.copytree(data / "mm-niah", tmp_path / "data"))
+    first, *_ = sorted((root / "mm_niah_val" / "images" / "retrieval-image").glob("0001-*.png"))
+    first.write_bytes(b"")
+    model = write_vision_model(tmp_path / "model")
+    edit_config(model, max_position_embeddings=16384)
+    args = ["run", "mm-niah/retrieval-image", "--data", str(root), "--model", str(model), "--arms", "blind", "--n", "2"]
+    made = CliRunner().invoke(app, ["eval", *args, "--output", str(tmp_path / "run"), "--json"])
+    assert made.exit_code == 0, made.output
+    assert json.loads(made.stdout)["left_out"] == {"mm-niah/retrieval-image": {"unreadable": 1, "missing": 0}}
+    assert "mm-niah/retrieval-image: an item is left out: 1: " in caplog.text
 
 
 def test_items_whose_media_cannot_be_read_are_left_out(model_dir: Path, tmp_path: Path) -> None:

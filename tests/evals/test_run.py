@@ -171,8 +171,9 @@ def test_samples_of_another_generator_are_refused(engine: HFEngine, tmp_path: Pa
     run(engine, tmp_path, "blind", n=2)
     path = tmp_path / "samples.jsonl"
     path.write_text(path.read_text().replace('"case": "', '"case": "0'))
-    with pytest.raises(ValueError, match="today's items, got another item 0 of 'tiny/multi_hop'"):
-        run(engine, tmp_path, "blind", n=2)
+    for arms in ("blind", "first_k:2"):  # no other arm may join them either
+        with pytest.raises(ValueError, match="today's items, got another item 0 of 'tiny/multi_hop'"):
+            run(engine, tmp_path, arms, n=2)
 
 
 def test_bad_settings_are_refused() -> None:
@@ -313,7 +314,6 @@ def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None
         (["run", "video-mme", "--frames", "16"], "got video-mme; of a video take --video-frames"),
         (["run", "mm-niah,recall@0.5:milebench", "--decoded"], "--decoded must be for tiny tasks"),
         (["run", "video-mme", "--seed", "3"], "--seed must be for generated tasks or protocols, got video-mme"),
-        (["run", "--layout", "diagonal"], "layout must be one of"),
         (
             ["run", "--data", "d", "--split", "test", "--max-pixels", "3136"],
             "--data, --max-pixels, --split must be for a",
@@ -327,6 +327,7 @@ def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None
             "--as-video, --video-frames must be for tasks",
         ),
         (["run", "egoschema,mm-niah", "--times", "--subtitles"], "--subtitles must be for video-mme, got egoschema,mm"),
+        (["run", "--layout", "diagonal"], "layout must be one of"),
         (["run", "--model", "/no/such/model"], "/no/such/model"),
         (["run", "--engine", "vllm", "--arms", "blind,quest:0.5"], "got quest:0.5, which read inside the model"),
         (["run", "--engine", "jax", "--n", "1"], "engine must be hf or vllm"),

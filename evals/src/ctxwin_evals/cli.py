@@ -107,9 +107,9 @@ def run(
         folder = output or Path("eval-output") / digest("run", described)[:12]
         runner = Runner(served, settings, folder, opened)
         with progress("samples", total) as advance:
-            runner.run(jobs, n or None, advance)
+            ran = runner.run(jobs, n or None, advance)
         encodes = served.counters.vision_encodes
-    result = scores(runner.samples, [arm.name for arm in chosen], n or None)
+    result = scores(runner.samples.only(ran), [arm.name for arm in chosen])
     tasks_of_data = {t.name: of for t in opened if isinstance(of := getattr(t, "base", t), DataTask)}
     left_out = {n: {"unreadable": len(t.odd), "missing": len(t.skipped)} for n, t in tasks_of_data.items()}
     result |= {"n": n, "left_out": left_out, "output": str(folder), "vision_encodes": encodes}

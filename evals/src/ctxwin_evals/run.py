@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, product
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -16,10 +16,10 @@ from ctxwin.tiny import checkpoint_dir
 from ctxwin_evals.arms import BASES, Arm
 from ctxwin_evals.decoder import Decoder, Reader
 from ctxwin_evals.group import Group
-from ctxwin_evals.items import Item, Task
+from ctxwin_evals.items import Item, Task, grouped
 from ctxwin_evals.measure import BATCH, Measurer, by_shape
 from ctxwin_evals.patching import Patcher, fitted
-from ctxwin_evals.samples import FORMAT, Samples, open_samples
+from ctxwin_evals.samples import FORMAT, Sample, Samples, open_samples
 from ctxwin_evals.serving import ServedMeasurer
 from ctxwin_evals.tasks import SUITES
 from ctxwin_evals.tasks.tiny import TinyOptions, fit_cases
@@ -148,33 +148,39 @@ class Runner:
         self._decoder = cast("Decoder", Decoder(cast("HFEngine", engine)) if self._inside else Reader(engine))
         self._measurer_type: type[Measurer] = Measurer if self._inside else ServedMeasurer
         dtype = PATCH_DTYPES[settings.dtype]
-        way = settings.layout, settings.layers
-        patcher = fitted(self._decoder, (*way, "none"), self._groups, dtype=dtype, keep=folder)
+        patcher = fitted(
+            self._decoder, (settings.layout, settings.layers, "none"), self._groups, dtype=dtype, keep=folder
+        )
         self.measurer = self._measurer_type(self._decoder, patcher, settings.system_prompt, along=not self._inside)
 
-    def run(self, jobs: Sequence[Job], n: int | None, progress: Callable[[int], None] = lambda done: None) -> None:
+    def run(
+        self, jobs: Sequence[Job], n: int | None, progress: Callable[[int], None] = lambda done: None
+    ) -> set[tuple[str, int]]:
         """Compute the samples that are missing among the first ``n`` items of every job (None: all of a data set).
 
         ``progress`` is called with the number of samples that each arm finished. Interrupting loses at most the batch
-        in work.
+        in work. Returns (task, index) of the items, of which every arm has a sample now.
         """
         if n is not None and n < 1:
             raise ValueError(f"n must be >= 1, got {n}")
         if not self._inside:
             check_served([arm for job in jobs for arm in job.arms])
+        ran: set[tuple[str, int]] = set()
+        held = grouped(self.samples.rows.values(), lambda row: (row.task, row.index))
         for job in jobs:
             # A sweep is cut from its largest rank: of the job, not of the arms that happen to be missing.
             self.measurer.patcher.floor = max((arm.rank or 0 for arm in job.arms), default=0)
             items: list[Item] = []
             unread: BadMedia | None = None
             for items in batches(job.task, n):
-                indices = {item.index for item in items if _in_first(job.task, item, n)}
-                self._check_items(job, items)
-                name, has = job.task.name, self.samples.has
-                missing = [arm for arm in job.arms if any(not has(name, arm.name, index) for index in indices)]
+                self._check_items(items, held)
+                wanted = {(item.task, item.index) for item in items if _in_first(job.task, item, n)}
+                ran |= wanted
+                has = self.samples.has
+                missing = [arm for arm in job.arms if any(not has(task, arm.name, index) for task, index in wanted)]
                 left = len(job.arms)
 
-                def on_arm(more: int = len(indices)) -> None:
+                def on_arm(more: int = len(wanted)) -> None:
                     nonlocal left
                     left -= 1
                     progress(more)
@@ -183,20 +189,21 @@ class Runner:
                     base = BASES[job.task.setting]
                     try:
                         samples = list(self.measurer.samples(items, missing, base=base, on_arm=on_arm))
+                        self.samples.add(sample for sample in samples if (sample.task, sample.index) in wanted)
                     except BadMedia as error:  # which only loading its media shows
-                        unread, samples = error, []
-                        job.task.leave_out(error)
-                    self.samples.add(sample for sample in samples if sample.index in indices)
-                progress(len(indices) * left)
+                        unread = BadMedia(f"{items[0].doc_id}: {error}")  # no other item shares its forwards
+                        ran -= wanted
+                        job.task.leave_out(unread)
+                progress(len(wanted) * left)
             if not items:
                 raise ValueError(f"{job.task.name} must have items, got none among the first {n}; take a larger n")
-            if unread and not any(row.task == job.task.name for row in self.samples.rows.values()):
+            if unread and not any(task == job.task.name for task, _ in ran):
                 raise unread
+        return ran
 
-    def _check_items(self, job: Job, items: Sequence[Item]) -> None:
-        for item, arm in product(items, job.arms):
-            row = self.samples.rows.get((item.task, arm.name, item.index))
-            if row is not None and row.case != item.digest:
+    def _check_items(self, items: Sequence[Item], held: Mapping[tuple[str, int], Sequence[Sample]]) -> None:
+        for item in items:  # whatever the arm of a sample: arms over different items would be paired in one table
+            if any(row.case != item.digest for row in held.get((item.task, item.index), ())):
                 raise ValueError(
                     f"samples of {self.samples.folder} must be of today's items, got another item {item.index} of "
                     f"{item.task!r}; choose another --output"

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ctxwin.files import atomic_write, sync_folder
 from ctxwin.validation import validate
+from ctxwin_evals.items import grouped
 
 Key = tuple[str, str, int]
 
@@ -135,8 +136,8 @@ class Samples(AbstractContextManager["Samples"]):
                 os.fsync(file.fileno())
             except OSError as error:
                 file.truncate(whole)  # a full disk must not leave half a line before the next one
-                raise
                 error.filename = str(self.path)
+                raise
         if not whole:
             sync_folder(self.folder)
         self.rows |= fresh
@@ -147,13 +148,13 @@ class Samples(AbstractContextManager["Samples"]):
 
     def first(self, n: int | None = None) -> list[Sample]:
         """Samples of the first ``n`` items of every task that have any (indices have gaps where media are missing); None: all."""
-        if n is None:
-            return list(self.rows.values())
-        indices: dict[str, set[int]] = {}
-        for task, _, index in self.rows:
-            indices.setdefault(task, set()).add(index)
-        selected = {(task, index) for task, present in indices.items() for index in sorted(present)[:n]}
-        return [row for row in self.rows.values() if (row.task, row.index) in selected]
+        by_task = grouped({(task, index) for task, _, index in self.rows}, lambda item: item[0])
+        return list(self.only({item for some in by_task.values() for item in sorted(some)[:n]}).rows.values())
+
+    def only(self, items: Container[tuple[str, int]]) -> "Samples":
+        """The samples of some items, given as (task, index), to be read."""
+        rows = {key: row for key, row in self.rows.items() if (row.task, row.index) in items}
+        return Samples(self.folder, self.config, self.created, rows)
 
     def close(self) -> None:
         """Let another process write here; closing twice is harmless."""
