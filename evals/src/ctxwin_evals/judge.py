@@ -7,8 +7,7 @@ It judges by one of three rules, and never sees which arm gave an answer:
 - ``wins``: the answer against that of the exact re-prefill (Elastic Cache, section 4.2 and table 1), in both orders: what the
   judge prefers in both has won, all else is a tie.
 
-The wording is ours. Equal texts are asked about once; replies are kept beside the samples, so that a run that was stopped goes
-on.
+The wording is ours. Equal texts are asked about once; replies are kept beside the samples, for a run that goes on later.
 """
 
 from __future__ import annotations

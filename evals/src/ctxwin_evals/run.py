@@ -148,9 +148,8 @@ class Runner:
         self._decoder = cast("Decoder", Decoder(cast("HFEngine", engine)) if self._inside else Reader(engine))
         self._measurer_type: type[Measurer] = Measurer if self._inside else ServedMeasurer
         dtype = PATCH_DTYPES[settings.dtype]
-        patcher = fitted(
-            self._decoder, (settings.layout, settings.layers, "none"), self._groups, dtype=dtype, keep=folder
-        )
+        form = settings.layout, settings.layers
+        patcher = fitted(self._decoder, (*form, "none"), self._groups, dtype=dtype, keep=folder)
         self.measurer = self._measurer_type(self._decoder, patcher, settings.system_prompt, along=not self._inside)
 
     def run(
