@@ -214,8 +214,8 @@ class Auditor(IdleWorker[Job]):
 
     def _allowed_s(self, spent: float) -> float:
         """Return the seconds that audits may still take after ``spent`` more."""
-        left = self._allowance.add(-spent, self.options.share)
-        return 1.0 if self.options.share >= 1 else left
+        seconds = self._allowance.add(-spent, self.options.share)
+        return 1.0 if self.options.share >= 1 else seconds
 
     def _replay(self, job: Job) -> None:
         began = time.monotonic()
@@ -307,10 +307,10 @@ class Auditor(IdleWorker[Job]):
                     and self.sampler.is_trial((evidence.record.binding, name), unit, question)
                 ):
                     findings = run.score(layout, segments)
-                    made = [Trial(name, f.harm, f.strict.kl, unit=unit, question=question) for f in findings]
+                    scored = [Trial(name, f.harm, f.strict.kl, unit=unit, question=question) for f in findings]
                     tokens = replay.work.tokens - tokens_before
-                    made[0] = replace(made[0], computed=computed, exact_computed=job.computed, tokens=tokens)
-                    trials += made
+                    scored[0] = replace(scored[0], computed=computed, exact_computed=job.computed, tokens=tokens)
+                    trials += scored
                 conditionings = {c.entry.id: c.conditioning if c.updates_entry else c.entry.kv for c in layout.choices}
                 shadows[name] = {placement: kv for placement, kv in conditionings.items() if kv is not None}
                 job.completed.add(name)
@@ -363,7 +363,7 @@ class _TrialRun:
         reference = self.job.fidelity.advanced.reference if remembers(layout) else "window"
         floor, rows = self.evidence.record.floor, self.replay.score(segments, [r.exchange for r in self.references])
         pairs = zip(self.references, rows, strict=True)
-        return [exact.compare(own, reference, floor, partial(exact.value_over, segments)) for exact, own in pairs]
+        return [exact.compare(scores, reference, floor, partial(exact.value_over, segments)) for exact, scores in pairs]
 
     @cached_property
     def references(self) -> list[References]:

@@ -62,11 +62,12 @@ class WindowAudit(Auditing):
         strategy = self._evidence.promoted(self._forbidden) if self.earns else None
         if strategy is None:
             return super().in_force()
-        tried, own = STRATEGIES[strategy].fidelity, self.requested
+        tried, base = STRATEGIES[strategy].fidelity, self.requested
         forbid = tuple(dict.fromkeys((*tried.advanced.forbid, *self._forbidden)))
         layout = {"layout": tried.advanced.layout, "basis": tried.advanced.basis, "forbid": forbid}
-        advanced = own.advanced.model_copy(update=layout)
-        return strategy, tried.model_copy(update={"audit": own.audit, "kl_budget": own.kl_budget, "advanced": advanced})
+        advanced = base.advanced.model_copy(update=layout)
+        changes = {"audit": base.audit, "kl_budget": base.kl_budget, "advanced": advanced}
+        return strategy, tried.model_copy(update=changes)
 
     def branch(self, on_finding: OnFinding) -> Self:
         """Return the audits of a fork, with the same fallbacks and recent questions."""
@@ -74,11 +75,10 @@ class WindowAudit(Auditing):
         branch._recent.extend(self._recent)
         return branch
 
-    def _rate(self, strategy: str, served: ServedAnswer, choices: Sequence[Choice], form: Kind) -> float:
-        """Return the share of such answers to audit: by the number of answers of this strategy, shape and kind; 1 if
-        suspected."""
-        sizes = len(choices).bit_length(), len(served.query).bit_length()
-        shape = (frozenset(choice.lane for choice in choices), *sizes, served.temperature == 0, form)
+    def _rate(self, strategy: str, answer: ServedAnswer, choices: Sequence[Choice], form: Kind) -> float:
+        """Return the share to audit of the answers of this strategy, shape and kind, by their number; 1 if suspected."""
+        sizes = len(choices).bit_length(), len(answer.query).bit_length()
+        shape = (frozenset(choice.lane for choice in choices), *sizes, answer.temperature == 0, form)
         kind = self._evidence.record.binding, strategy, self._evidence.since(strategy), shape
         rate = self._auditor.sampler.rate(kind, self._auditor.options.rate)
         return 1.0 if rate and self._evidence.is_suspected(strategy) else rate
@@ -98,8 +98,8 @@ class WindowAudit(Auditing):
     def answer_for(self, owner: Self, names: Mapping[str, str]) -> None:
         self._tell_owner = lambda fallen: owner._fall_back({names.get(p, p) for p in fallen})
         with self._lock:
-            self._exact |= {own for own, name in names.items() if name in owner.exact}
-        self._on_finding = lambda fallen, *found: owner._on_finding([names.get(p, p) for p in fallen], *found)
+            self._exact |= {placement for placement, name in names.items() if name in owner.exact}
+        self._on_finding = lambda fallen, *finding: owner._on_finding([names.get(p, p) for p in fallen], *finding)
 
     def forget(self) -> None:
         """Drop recent questions, which may be about forgotten content."""

@@ -175,9 +175,9 @@ class VolatilePrompts(Records[Frame]):
         )  # fmt: skip
         self.keep(record, frame)
         lines = tuple((line, piece.rstrip()) for line, (_, piece) in zip(hashes, pieces, strict=True))
-        taken = Late(key=origin, lines=lines, standing=frozenset(standing), record_name=record_name)
+        late_lines = Late(key=origin, lines=lines, standing=frozenset(standing), record_name=record_name)
         if not late:
-            return taken
+            return late_lines
         same = (one for one in self.find(shared) if one.lines == frame.lines)
         self.keep(next(same, None), replace(frame, key=shared, name=f"all:{shared}", record_name=""))
         texts = [""] * len(slots)
@@ -187,7 +187,7 @@ class VolatilePrompts(Records[Frame]):
             holder[field] = text
         _drop(data, [holder for (holder, _), text in zip(slots, texts, strict=True) if not text])
         text = "\n".join(lines[i][1] for i in late)
-        return replace(taken, parts=len(late), tokens=count(text), text=text)
+        return replace(late_lines, parts=len(late), tokens=count(text), text=text)
 
     def place(self, data: dict[str, Any], late: Late, count: Count, *, as_system: bool, appends: bool = False) -> Late:
         """Put what was taken out of ``data``, which may have other turns since, in front of the question; return what stands so.
@@ -207,10 +207,10 @@ class VolatilePrompts(Records[Frame]):
         key = digest("growing", late.key, digests[0], json.dumps([*_others(data)]))
         current = frozenset(line for line, _ in late.lines)
         old = next(iter(self._growing_prompts.find(key)), None)
-        gone = tuple(one for one in old.lines if one[0] not in current) if old is not None else ()
+        removed = tuple(one for one in old.lines if one[0] not in current) if old is not None else ()
         texts: dict[str, AppendedLines] = {}
-        if old is None or count(_text(gone)) > self._most_earlier:
-            lines, gone = tuple(one for one in late.lines if one[0] in late.standing), ()
+        if old is None or count(_text(removed)) > self._most_earlier:
+            lines, removed = tuple(one for one in late.lines if one[0] in late.standing), ()
             head = copy.deepcopy(head)
         else:
             head, lines, texts = old.head, old.lines, dict(old.texts)
@@ -219,12 +219,12 @@ class VolatilePrompts(Records[Frame]):
                 data[turns_field(data)] = [*copy.deepcopy(head[1]), *turns]
         texts.pop(digests[at], None)
         earlier = [(i, texts[turn]) for i, turn in enumerate(digests[:at]) if turn in texts]
-        known = earlier[-1][1].current if earlier else frozenset(line for line, _ in lines)
-        fresh = tuple(one for one in late.lines if one[0] not in known)
+        lines_in_front = earlier[-1][1].current if earlier else frozenset(line for line, _ in lines)
+        fresh = tuple(one for one in late.lines if one[0] not in lines_in_front)
         new = AppendedLines(fresh, count(_text(fresh)), current)
-        tokens = sum(one.tokens for _, one in earlier) + count(_text(gone))
+        tokens = sum(one.tokens for _, one in earlier) + count(_text(removed))
         headers = _HEADER_TOKENS * (1 + len(earlier))
-        if current != known and tokens + new.tokens + headers <= self._most_earlier:
+        if current != lines_in_front and tokens + new.tokens + headers <= self._most_earlier:
             texts = dict([*texts.items(), (digests[at], new)][-_MOST_TEXTS:])
         size = len(json.dumps(head)) + sum(512 + 100 * len(one.current) + 8 * one.tokens for one in texts.values())
         grown = GrowingPrompt(
@@ -234,7 +234,7 @@ class VolatilePrompts(Records[Frame]):
         for i, one in [(at, new), *reversed(earlier)]:
             if one.lines:
                 put(data, _text(one.lines), as_system=as_system, at=len(head[1]) + i)
-        moved = len(fresh) + len(gone) + sum(len(one.lines) for _, one in earlier)
+        moved = len(fresh) + len(removed) + sum(len(one.lines) for _, one in earlier)
         return replace(late, parts=moved, tokens=tokens + new.tokens, text=_text(fresh), earlier=tokens)
 
     def _begun(self, shared: str, hashes: Sequence[int], sizes: Sequence[int]) -> set[int]:
@@ -348,12 +348,12 @@ def _embed(lines: Sequence[int], hashes: Sequence[int]) -> set[int] | None:
 
 def _gaps(stable: set[int], total: int) -> Iterator[int]:
     """Yield for each piece that is not stable how many stable ones are in front of it."""
-    before = 0
+    count_in_front = 0
     for i in range(total):
         if i in stable:
-            before += 1
+            count_in_front += 1
         else:
-            yield before
+            yield count_in_front
 
 
 def _text(lines: Lines) -> str:

@@ -165,44 +165,44 @@ class Runner:
         if not self._inside:
             check_served([arm for job in jobs for arm in job.arms])
         ran: set[tuple[str, int]] = set()
-        held = grouped(self.samples.rows.values(), lambda row: (row.task, row.index))
+        stored = grouped(self.samples.rows.values(), lambda row: (row.task, row.index))
         for job in jobs:
             # A sweep is cut from its largest rank: of the job, not of the arms that happen to be missing.
             self.measurer.patcher.floor = max((arm.rank or 0 for arm in job.arms), default=0)
             items: list[Item] = []
             unread: BadMedia | None = None
             for items in batches(job.task, n):
-                self._check_items(items, held)
-                wanted = {(item.task, item.index) for item in items if _in_first(job.task, item, n)}
-                ran |= wanted
+                self._check_items(items, stored)
+                targets = {(item.task, item.index) for item in items if _in_first(job.task, item, n)}
+                ran |= targets
                 has = self.samples.has
-                missing = [arm for arm in job.arms if any(not has(task, arm.name, index) for task, index in wanted)]
-                left = len(job.arms)
+                missing = [arm for arm in job.arms if any(not has(task, arm.name, index) for task, index in targets)]
+                remaining = len(job.arms)
 
-                def on_arm(more: int = len(wanted)) -> None:
-                    nonlocal left
-                    left -= 1
+                def on_arm(more: int = len(targets)) -> None:
+                    nonlocal remaining
+                    remaining -= 1
                     progress(more)
 
                 if missing:
                     base = BASES[job.task.setting]
                     try:
                         samples = list(self.measurer.samples(items, missing, base=base, on_arm=on_arm))
-                        self.samples.add(sample for sample in samples if (sample.task, sample.index) in wanted)
+                        self.samples.add(sample for sample in samples if (sample.task, sample.index) in targets)
                     except BadMedia as error:  # which only loading its media shows
                         unread = BadMedia(f"{items[0].doc_id}: {error}")  # no other item shares its forwards
-                        ran -= wanted
+                        ran -= targets
                         job.task.leave_out(unread)
-                progress(len(wanted) * left)
+                progress(len(targets) * remaining)
             if not items:
                 raise ValueError(f"{job.task.name} must have items, got none among the first {n}; take a larger n")
             if unread and not any(task == job.task.name for task, _ in ran):
                 raise unread
         return ran
 
-    def _check_items(self, items: Sequence[Item], held: Mapping[tuple[str, int], Sequence[Sample]]) -> None:
+    def _check_items(self, items: Sequence[Item], stored: Mapping[tuple[str, int], Sequence[Sample]]) -> None:
         for item in items:  # whatever the arm of a sample: arms over different items would be paired in one table
-            if any(row.case != item.digest for row in held.get((item.task, item.index), ())):
+            if any(row.case != item.digest for row in stored.get((item.task, item.index), ())):
                 raise ValueError(
                     f"samples of {self.samples.folder} must be of today's items, got another item {item.index} of "
                     f"{item.task!r}; choose another --output"
